@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlhf_jax.config import derived, memory, schema
+from rlhf_jax.config import derived, memory
+from rlhf_jax.config.defaults import default
 from rlhf_jax.config.hardware import Hardware
 from rlhf_jax.config.memory_parts import GIGA
 from rlhf_jax.config.schema import Config
@@ -56,7 +57,7 @@ def measure(devices: Sequence[Any], model: ModelConfig | None = None) -> dict[st
         "flops": product_rate(devices[0], dtype, size=1024 if on_cpu else 8192),
         "memory_bandwidth": memory_rate(devices[0], megabytes=256 if on_cpu else 2048),
     }
-    known = memory.memory_for_remat(schema.default(), devices[0])
+    known = memory.memory_for_remat(default(), devices[0])
     if known:
         chip["gigabytes"] = known / GIGA
     if len(devices) > 1:
@@ -142,7 +143,7 @@ def placed_calls(
     count = len(devices)
     plan = {call: Placement(0, count, fsdp=count, dtype=dtype) for call in derived.calls(config)}
     plan["generation"] = Placement(0, count, data=count, dtype=dtype)
-    models = ModelConfigs(model, None, model)
+    models = ModelConfigs(model, critics={"critic": model})
     platform = devices[0].platform
     hardware = Hardware(platform, devices[0].device_kind, count, 0.0, chip=chip)
     return PlacedCalls(config, models, Plan(count, plan), devices, hardware, remat=True)
@@ -150,8 +151,8 @@ def placed_calls(
 
 def ppo_config(rows: int, tokens: int) -> Config:
     """A run of PPO without drafts, whose samples are one micro-batch."""
-    config = schema.default()
-    config.advantage.estimator = "gae"
+    config = default()
+    config.algorithm.name = "ppo"
     config.kl.update(place="loss", estimator="k3", coefficient=0.1)
     config.data.max_prompt_tokens = tokens // 2
     config.generation.update(

@@ -39,7 +39,7 @@ from rlhf_jax.config.hardware import parse_hardware
 from rlhf_jax.generation import rows
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.round import run_round
-from rlhf_jax.generation.speculative.sampling import Sampling
+from rlhf_jax.generation.speculative.sampling import UNTRUNCATED
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model import transformer
 from rlhf_jax.placement.search.collectives import find_collectives
@@ -195,7 +195,7 @@ def lower_round(topology: str, layers: int, chosen: Kernels, row_count: int, nod
     chain = row_shapes(
         lambda: tree.as_data(tree.parse(f"lookup-chain-{nodes - 1}"), row_count), layout
     )
-    options = dict(sampling=Sampling(), stop_tokens=(0,), layout=layout)
+    options = dict(truncation=UNTRUNCATED, stop_tokens=(0,), layout=layout)
     return run_round.lower(weights(model, layout), state, drafts, None, chain, **options)
 
 

@@ -165,7 +165,7 @@ def _idle_program(function, fixed: tuple, options: tuple):
 
 @functools.partial(
     jax.jit,
-    static_argnames=("sampling", "stop_tokens", "rule", "verified", "layout"),
+    static_argnames=("truncation", "stop_tokens", "rule", "verified", "layout"),
     donate_argnames=("state",),
     keep_unused=True,
 )

@@ -222,9 +222,11 @@ def head(shape: Shape, rows: int, nodes: int, slots: int, dtype) -> Problem:
     weights = random(
         *((shape.vocab, shape.width) if shape.tied else (shape.width, shape.vocab)), dtype=dtype
     )
-    inputs = random(count, shape.width, dtype=dtype), weights, random(count, blocks)
-    options = {"temperature": 1.0, "tied": shape.tied}
-    return Problem(inputs, options, weights.size * dtype.itemsize, 2 * count * weights.size)
+    hidden = random(count, shape.width, dtype=dtype)
+    inputs = hidden, weights, random(count, blocks), jnp.ones(count)
+    return Problem(
+        inputs, {"tied": shape.tied}, weights.size * dtype.itemsize, 2 * count * weights.size
+    )
 
 
 def law(shape: Shape, rows: int, nodes: int, slots: int, dtype) -> Problem:

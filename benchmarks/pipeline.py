@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.schedule_check import TASK_KINDS, check
 from rlhf_jax.monitoring.report.charts import Lane, lanes_chart
 from rlhf_jax.monitoring.report.scales import axis_number, share
 from rlhf_jax.monitoring.report.standalone import complete_svg
-from rlhf_jax.pipeline.check import TASK_KINDS, check
 from rlhf_jax.pipeline.problem import RELATIVE_ERROR, Pipe, PipelineProblem, lay_copies
 from rlhf_jax.pipeline.schedule import Schedule, one_f_one_b
 from rlhf_jax.pipeline.search import solve
@@ -241,7 +241,7 @@ def summary(count: int, unequal: bool) -> dict[str, Any]:
 def draw_schedule(schedule: Schedule, name: str) -> str:
     """Return an SVG of what each node does, a lane each; a backward is darker than a forward."""
     lanes = list(lanes_of(schedule))
-    drawn = lanes_chart("Tasks by node", lanes, schedule.makespan, heading="idle")
+    drawn = lanes_chart("Tasks by node", lanes, schedule.makespan)
     return complete_svg(
         drawn,
         title=f"{name}: {schedule.makespan:g}, bound {schedule.bound:g}",

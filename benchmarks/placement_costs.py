@@ -96,7 +96,7 @@ def measured_pairs(
 
 def call_seconds(calls: PlacedCalls, clock: Callable[[], float]) -> dict[str, float]:
     """Seconds that the programs of each call take by a clock, those of generation in all rounds."""
-    rounds = calls.placed("generation").rounds(1.0).count
+    rounds, _ = calls.placed("generation").rounds()
     took: dict[str, float] = {}
     for program in programs_of(calls):
         if program.name == "a layer comes":

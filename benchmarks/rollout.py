@@ -39,7 +39,7 @@ import numpy as np
 from benchmarks import contest
 from benchmarks.contest import Case, Run, plain, run, tell
 from benchmarks.pricing import Table, accepted
-from rlhf_jax.algorithms.policy_gradient import POLICY_LOSS
+from rlhf_jax.algorithms.grpo import POLICY_LOSS
 from rlhf_jax.data.prompts import Prompts, tokenize
 from rlhf_jax.generation.history import History, requests
 from rlhf_jax.generation.requests import GenerationConfig, Request, Sample, as_sequences
@@ -54,9 +54,8 @@ from rlhf_jax.mesh import Layout, make_mesh
 from rlhf_jax.model.decoding import decoding_weights, student_for
 from rlhf_jax.model.transformer import forward, logits
 from rlhf_jax.model.weights.source import Source, open_source
-from rlhf_jax.rlhf import prepare
 from rlhf_jax.training.distill import DISTILLATION, Distillation, distill, forward_kl, student_of
-from rlhf_jax.training.experience import AdvantageConfig
+from rlhf_jax.training.experience import AdvantageConfig, compute_advantages
 from rlhf_jax.training.gradients import Learner
 from rlhf_jax.training.learn import learn, trained
 from rlhf_jax.training.optimizer import make_optimizer
@@ -504,7 +503,19 @@ def train_on(
     scored, _ = score(drawn, {"policy": models["policy"].weights}, stages.scoring)
     stops = stages.generation.decoding.stop_tokens
     ended = np.array([sample.tokens[-1] in stops for sample in samples])
-    batch, _ = prepare(scored, rewards, ended, 0.0, stages.advantage)
+    mask, advantages, _, _ = jax.device_get(
+        compute_advantages(
+            rewards,
+            ended,
+            scored.mask,
+            scored.columns["logprobs"],
+            reference_logprobs=None,
+            values=None,
+            kl_coefficient=np.float32(0.0),
+            config=stages.advantage,
+        )
+    )
+    batch = dataclasses.replace(scored, mask=mask).with_columns(advantages=advantages)
     models, metrics = learn(models, batch, {"policy": stages.learner}, step=step)
     figures = {name: metrics[name] for name in ("loss/policy", "gradient/norm")}
     figures |= {

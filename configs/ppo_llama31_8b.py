@@ -41,7 +41,7 @@ def get_config(hardware: str = "gpu"):
         strategy="adaptive",
         max_rows=128,
     )
-    config.advantage.estimator = "gae"
+    config.algorithm.name = "ppo"
     config.kl.update(place="reward", estimator="k1", coefficient=0.05, target=6.0)
     config.critic.update(learning_rate=5e-6, warmup_steps=10)
     config.training.update(

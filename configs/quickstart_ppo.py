@@ -18,7 +18,7 @@ def get_config():
     """The quickstart's config, with PPO in GRPO's place."""
     config = load(str(Path(__file__).with_name("quickstart.py")))
     config.workdir = "runs/quickstart_ppo"
-    config.advantage.update(estimator="gae", gae_lambda=1.0)
+    config.algorithm.update(name="ppo", gae_lambda=1.0)
     config.kl.update(place="reward", estimator="k1")
     config.critic.learning_rate = 1e-4
     config.training.update(minibatches=2, microbatch_rows=16)

@@ -39,9 +39,9 @@ def main(model: str, steps: int) -> None:
         batch = batch.with_columns(
             reference_logprobs=rl.score_sequences(reference, batch, rows=GROUP),
             advantages=jnp.where(batch.mask, rl.grpo(jnp.asarray(rewards), GROUP)[:, None], 0.0),
+            kl_weight=jnp.float32(0.04),
         )
-        learners = {"policy": policy}
-        models, metrics = rl.learn(models, batch, learners, step=step, kl_weight=0.04)
+        models, metrics = rl.learn(models, batch, {"policy": policy}, step=step)
         print(f"step {step}: {-rewards.mean():.1f} tokens an answer, kl {metrics['kl/mean']:.4f}")
 
 

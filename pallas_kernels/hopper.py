@@ -46,7 +46,6 @@ class ProductPlan(NamedTuple):
     chunks: int  # of the width, DEPTH each
     vocab: int
     tied: bool
-    temperature: float
 
     @property
     def rows(self) -> int:
@@ -127,7 +126,7 @@ def columns(shape: tuple[int, ...]) -> Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
 
 
-def plan(rows: int, width: int, vocab: int, *, tied: bool, temperature: float) -> ProductPlan:
+def plan(rows: int, width: int, vocab: int, *, tied: bool) -> ProductPlan:
     """Plan the product of hidden [rows, width] and a head of `vocab` tokens.
 
     The vocabulary is cut into as many slices as fill the chip.
@@ -144,7 +143,6 @@ def plan(rows: int, width: int, vocab: int, *, tied: bool, temperature: float) -
         chunks=pl.cdiv(width, DEPTH),
         vocab=vocab,
         tied=tied,
-        temperature=temperature,
     )
 
 

@@ -10,10 +10,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rlhf_jax.algorithms.policy_gradient import POLICY_LOSS
-    from rlhf_jax.config.objectives import Objective
-    from rlhf_jax.config.objectives import register as register_objective
-    from rlhf_jax.config.schema import default as default_config
+    from rlhf_jax.algorithms.grpo import GRPO, POLICY_LOSS
+    from rlhf_jax.algorithms.ppo import PPO
+    from rlhf_jax.config.algorithms import Algorithm, option
+    from rlhf_jax.config.algorithms import register as register_algorithm
+    from rlhf_jax.config.defaults import default as default_config
     from rlhf_jax.generation.engine import generate
     from rlhf_jax.generation.requests import GenerationConfig, Request, Sample, as_sequences
     from rlhf_jax.generation.speculative.protocol import Drafter
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from rlhf_jax.generation.speculative.sampling import Sampling
     from rlhf_jax.generation.speculative.tree import parse as parse_strategy
     from rlhf_jax.inference.scoring import score_sequences
+    from rlhf_jax.iteration import step
     from rlhf_jax.losses.advantages import (
         ESTIMATORS,
         Estimator,
@@ -42,9 +44,9 @@ if TYPE_CHECKING:
     from rlhf_jax.monitoring.callbacks import Callback
     from rlhf_jax.rewards.sources import RewardSource
     from rlhf_jax.rewards.sources import register as register_reward_source
-    from rlhf_jax.rlhf import step
+    from rlhf_jax.run import Run, StepReport
     from rlhf_jax.sequences.batch import Sequences
-    from rlhf_jax.state import Run, RunState, StepReport
+    from rlhf_jax.state import RunState
     from rlhf_jax.trainer import Result, train
     from rlhf_jax.training.experience import AdvantageConfig, compute_advantages
     from rlhf_jax.training.gradients import Learner
@@ -56,8 +58,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ESTIMATORS",
+    "GRPO",
     "POLICY_LOSS",
+    "PPO",
     "AdvantageConfig",
+    "Algorithm",
     "Callback",
     "DecodeState",
     "Drafter",
@@ -71,7 +76,6 @@ __all__ = [
     "LossTerms",
     "Model",
     "ModelConfig",
-    "Objective",
     "Request",
     "Result",
     "RewardSource",
@@ -100,11 +104,12 @@ __all__ = [
     "make_optimizer",
     "of_samples",
     "open_source",
+    "option",
     "parse_strategy",
+    "register_algorithm",
     "register_drafter",
     "register_estimator",
     "register_family",
-    "register_objective",
     "register_reward_source",
     "rloo",
     "score_sequences",
@@ -154,7 +159,7 @@ _PLACES = {
     "GroupLoss": "training.kinds",
     "TokenLoss": "training.kinds",
     "ValueLoss": "training.kinds",
-    "POLICY_LOSS": "algorithms.policy_gradient",
+    "POLICY_LOSS": "algorithms.grpo",
     "TrainingSettings": "training.settings",
     "make_optimizer": "training.optimizer",
     "learn": "training.learn",
@@ -162,25 +167,28 @@ _PLACES = {
     # Whole runs.
     "Callback": "monitoring.callbacks",
     "Result": "trainer",
-    "Run": "state",
+    "Run": "run",
     "RunState": "state",
-    "StepReport": "state",
-    "default_config": "config.schema:default",
-    "step": "rlhf",
+    "StepReport": "run",
+    "default_config": "config.defaults:default",
+    "step": "iteration",
     "train": "trainer",
     # What a user may add.
+    "Algorithm": "config.algorithms",
+    "GRPO": "algorithms.grpo",
+    "PPO": "algorithms.ppo",
+    "option": "config.algorithms",
     "Drafter": "generation.speculative.protocol",
     "Estimator": "losses.advantages",
     "Family": "model.families",
     "LossTerms": "losses.policy",
-    "Objective": "config.objectives",
     "RewardSource": "rewards.sources",
     "aggregated_by": "losses.policy",
     "of_samples": "losses.advantages",
     "register_drafter": "generation.speculative.protocol:register",
     "register_estimator": "losses.advantages:register",
     "register_family": "model.families:register",
-    "register_objective": "config.objectives:register",
+    "register_algorithm": "config.algorithms:register",
     "register_reward_source": "rewards.sources:register",
 }
 

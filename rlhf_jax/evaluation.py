@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,12 @@ import numpy as np
 from rlhf_jax.generation.history import requests
 from rlhf_jax.generation.requests import GenerationCounts, RoundReport
 from rlhf_jax.generation.stage import StageRecord, by_group, end_stage, generate_samples
+from rlhf_jax.model.decoding import decoding_models
 from rlhf_jax.monitoring.diversity import distinct_pairs
 from rlhf_jax.rewards.samples import responses_of, table_of
-from rlhf_jax.rollout import assignment_policy_of
-from rlhf_jax.state import Observer, RolloutStats, Run, RunState, decoding_models, ignore
+from rlhf_jax.run import Run
+from rlhf_jax.sources.roll_out import assignment_policy_of
+from rlhf_jax.state import Observer, RolloutStats, RunState, ignore, remembered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +40,14 @@ def evaluate(
     """
     observe("evaluation", None)
     asked = run.evaluation
-    assert asked is not None
-    before = state.host.evaluation
-    models = decoding_models(state.models, run)
+    settings = run.generation
+    assert asked is not None and settings is not None, "The policy generates for held-out prompts."
+    before = remembered(state.host).evaluation
+    models = decoding_models(state.models, run.frozen, settings.layout)
     wanted = requests(
         asked.prompts.tokens,
         asked.samples_per_prompt,
-        run.generation.max_new_tokens,
+        settings.max_new_tokens,
         first_id=0,
         history=before.history,
         rule=asked.decoding.rule,
@@ -59,29 +63,35 @@ def evaluate(
         models,
         wanted,
         asked.decoding,
-        run.generation,
-        assignment_policy_of(run.generation, before.lengths, "evaluation"),
+        settings,
+        assignment_policy_of(settings, before.lengths, "evaluation"),
         selector=selector,
         observe=arrived,
     )
-    counts = sum(by_group(record.counts, GenerationCounts(), run.generation), GenerationCounts())
-    selector = end_stage(selector, models[1], samples, asked.decoding, run.generation)
+    counts = sum(by_group(record.counts, GenerationCounts(), settings), GenerationCounts())
+    selector = end_stage(selector, models[1], samples, asked.decoding, settings)
     evaluated = samples, RolloutStats(counts, selector)
 
     rows = np.repeat(np.arange(len(asked.prompts)), asked.samples_per_prompt)
-    responses = responses_of(samples, asked.prompts, rows, run.rewards.tokenizer)
+    responses = responses_of(samples, asked.prompts, rows, asked.tokenizer)
     scores = {name: measure(responses).values for name, measure in asked.measures.items()}
+    means = _means(scores)
+    ends = [asked.decoding.ended_itself(sample.tokens) for sample in samples]
+    means["eval/finished"] = float(np.mean(ends))
+    means["eval/distinct_pairs"] = distinct_pairs([one.response for one in responses])
+    means["eval/generation/tokens_per_round"] = counts.metrics(0.0)["generation/tokens_per_round"]
+    report = EvaluationReport(means, table_of(responses, next(iter(scores.values()))))
+    generation = dataclasses.replace(remembered(state.host), evaluated=evaluated)
+    host = dataclasses.replace(state.host, generation=generation)
+    return state._replace(host=host), report
+
+
+def _means(scores: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Return the mean of each measure, and on how many samples it failed, if on any."""
     means = {
         f"eval/{name}": float(np.nanmean(values, dtype=float))
         for name, values in scores.items()
         if np.isfinite(values).any()
     }
     failed = {f"eval/{name}/failed": int(np.isnan(v).sum()) for name, v in scores.items()}
-    means |= {name: count for name, count in failed.items() if count}
-    ends = [asked.decoding.ended_itself(sample.tokens) for sample in samples]
-    means["eval/finished"] = float(np.mean(ends))
-    means["eval/distinct_pairs"] = distinct_pairs([one.response for one in responses])
-    means["eval/generation/tokens_per_round"] = counts.metrics(0.0)["generation/tokens_per_round"]
-    report = EvaluationReport(means, table_of(responses, next(iter(scores.values()))))
-    host = dataclasses.replace(state.host, evaluated=evaluated)
-    return state._replace(host=host), report
+    return means | {name: count for name, count in failed.items() if count}

@@ -18,16 +18,19 @@ import numpy as np
 from rich.console import Console
 
 from rlhf_jax import setup
+from rlhf_jax.config import earlier
+from rlhf_jax.config.algorithms import algorithm_of
 from rlhf_jax.config.identity import binding_settings
 from rlhf_jax.config.schema import flat
 from rlhf_jax.evaluation import EvaluationReport
 from rlhf_jax.generation.requests import GenerationCounts, RoundReport
 from rlhf_jax.monitoring import console, metrics, trace
-from rlhf_jax.monitoring.callbacks import Callback, tell_evaluation, tell_step
+from rlhf_jax.monitoring.callbacks import Callback
 from rlhf_jax.monitoring.environment import environment
 from rlhf_jax.monitoring.parts import PhaseParts
 from rlhf_jax.monitoring.phases import PhaseClock, PhaseSeconds
 from rlhf_jax.monitoring.sending import Sender
+from rlhf_jax.run import Run, StepReport
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.checkpoint.store import Checkpoints, Unsaved, named_leaves
 from rlhf_jax.runtime.files import is_remote
@@ -35,7 +38,7 @@ from rlhf_jax.runtime.signals import Stopped, listen_for_signals
 from rlhf_jax.runtime.slice_groups import slice_group_of
 from rlhf_jax.runtime.watchdog import Watchdog
 from rlhf_jax.setup import Opened
-from rlhf_jax.state import Run, RunState, StepReport
+from rlhf_jax.state import RunState
 from rlhf_jax.training.learn import NonFiniteStep
 
 # The word under which a signal is published to other processes.
@@ -68,7 +71,8 @@ class Session:
         self._profile = contextlib.ExitStack()
         self._compilation: concurrent.futures.Future | None = None
         # another process decides what is next on the slice that both share
-        self._follows = not slice_group_of(opened.layouts.generation).leads
+        generation = opened.layouts.get("generation")
+        self._follows = generation is not None and not slice_group_of(generation).leads
 
     def __enter__(self) -> Session:
         opened = self.opened
@@ -102,12 +106,7 @@ class Session:
         """Open the files of the run, show its progress, and load what else it needs."""
         config = self.opened.config
         leads = distributed.leads()
-        objective = self.opened.objective
-        words = {
-            "title": objective.title(config),
-            "names": dict(objective.report_names()),
-            "environment": environment(),
-        }
+        words = {"title": algorithm_of(config).title_of(config), "environment": environment()}
         opened = functools.partial(
             metrics.open_run,
             self.opened.workdir,
@@ -223,8 +222,8 @@ class Session:
                 return
             trace.write(self.opened.workdir, step, report.spans, self._lanes)
             self._writer.write(report.metrics)
-            self._writer.write_samples(step, report.samples)
-            self._writer.write_strategies(step, report.strategies)
+            self._writer.write_rows("samples", step, report.samples)
+            self._writer.write_rows("strategies", step, report.strategies)
             if self._sender:
                 self._sender.add(step, report.metrics)
                 kept = self.opened.config.checkpoint.every
@@ -234,8 +233,7 @@ class Session:
         self._progress.finish(report.metrics)
         if skipped := report.metrics.get("training/skipped"):
             self._progress.say(f"{skipped:.0f} minibatches skipped: a number was not finite")
-        if self._callbacks:
-            self.ends |= tell_step(self._callbacks, step, report.metrics)
+        self._tell(lambda one: one.after_step(step, report.metrics))
         every = self.opened.config.checkpoint.every
         if every and state.step % every == 0:
             self.save(state)
@@ -255,8 +253,12 @@ class Session:
                 self._sender.add(step, report.means)
 
         distributed.run_on_all(write)
+        self._tell(lambda one: one.after_evaluation(step, report.means))
+
+    def _tell(self, hear: Callable[[Callback], bool | None]) -> None:
+        """Have each callback hear something; all processes learn whether one wants the end."""
         if self._callbacks:
-            self.ends |= tell_evaluation(self._callbacks, step, report.means)
+            self.ends |= distributed.run_on_leader(lambda: any([*map(hear, self._callbacks)]))
 
     def save(self, state: RunState) -> bool:
         """Save all that the next step depends on, behind the run; say whether that is wanted."""
@@ -373,6 +375,7 @@ def _checkpoints_of(opened: Opened) -> Checkpoints:
         setup.identity(opened),
         changeable,
         asked.allow_changes,
+        read_identity=earlier.identity,
     )
 
 

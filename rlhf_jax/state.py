@@ -1,4 +1,4 @@
-"""What a run carries from step to step: what is trained, what the host remembers, what is fixed."""
+"""What a run carries from step to step: what is trained, and what the host remembers."""
 
 from __future__ import annotations
 
@@ -8,31 +8,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlhf_jax.config.objectives import Objective
-from rlhf_jax.config.schema import Config
-from rlhf_jax.data.batches import PromptStream
-from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.generation.ahead import SamplesAhead
 from rlhf_jax.generation.history import History
-from rlhf_jax.generation.requests import GenerationConfig, GenerationCounts, RoundReport, Sample
-from rlhf_jax.generation.stage import GenerationSettings
+from rlhf_jax.generation.requests import GenerationCounts, RoundReport, Sample
 from rlhf_jax.generation.strategy.select import Selector
-from rlhf_jax.inference.scoring import ScoringSettings
-from rlhf_jax.model.decoding import decoding_weights, student_for
 from rlhf_jax.monitoring.parts import PhaseParts
-from rlhf_jax.monitoring.trace import Span
-from rlhf_jax.placement.lanes import ONE_LANE, Lanes
 from rlhf_jax.placement.pipelined import StageTimes
-from rlhf_jax.placement.transfer import bytes_moved
 from rlhf_jax.reallocation import length_model
 from rlhf_jax.reallocation.length_model import Lengths
-from rlhf_jax.rewards.combination import Scorer
-from rlhf_jax.rewards.samples import Rewards
-from rlhf_jax.training.distill import Distillation
-from rlhf_jax.training.experience import AdvantageConfig
-from rlhf_jax.training.gradients import Learner
-from rlhf_jax.training.settings import TrainingSettings
-from rlhf_jax.types import Model, Models
+from rlhf_jax.types import Models
 
 # What the lengths of earlier responses weigh once the policy has moved, as a factor.
 KEPT_LENGTHS = 0.5
@@ -80,6 +64,11 @@ class SpeculationState:
             lengths=length_model.observe(faded, tokens, ended),
         )
 
+    @property
+    def strategies(self) -> list[dict[str, Any]]:
+        """Return what the last stage did, a row for each strategy at each number of live rows."""
+        return self.selector.last_stage if self.selector else []
+
     def document(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: JSON values and numpy arrays."""
         kept = {
@@ -100,6 +89,66 @@ class SpeculationState:
 
 
 @dataclasses.dataclass(frozen=True)
+class GenerationState:
+    """Hold what generation leaves for later, of training's roll-outs and of evaluation's."""
+
+    training: SpeculationState
+    evaluation: SpeculationState
+    # of the next sample: beyond all that were used
+    next_id: int = 0
+    # of an evaluation since the last step: remembered with the next step, as a run that is
+    # resumed before it evaluates again
+    evaluated: tuple[Sequence[Sample], RolloutStats] | None = None
+    # what the next step trains on, where that is drawn ahead
+    ahead: SamplesAhead | None = None
+
+    def selectors(self) -> list[Selector]:
+        """Return those that choose strategies: none where the strategy is fixed."""
+        return [kind.selector for kind in (self.training, self.evaluation) if kind.selector]
+
+    def with_selectors(self, selectors: Sequence[Selector]) -> GenerationState:
+        """Return the state with others in place of `selectors()`, in the same order."""
+        if not selectors:
+            return self
+        training, evaluation = selectors
+        return dataclasses.replace(
+            self,
+            training=dataclasses.replace(self.training, selector=training),
+            evaluation=dataclasses.replace(self.evaluation, selector=evaluation),
+        )
+
+    def after(
+        self, samples: Sequence[Sample], stats: RolloutStats, next_id: int
+    ) -> GenerationState:
+        """Return the state after a finished roll-out."""
+        evaluation = self.evaluation
+        return dataclasses.replace(
+            self,
+            training=self.training.after(samples, stats),
+            evaluation=evaluation.after(*self.evaluated) if self.evaluated else evaluation,
+            next_id=next_id,
+            evaluated=None,
+            ahead=None,
+        )
+
+    def document(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: JSON values and numpy arrays."""
+        return {
+            "drafting": self.training.document(),
+            "evaluation": self.evaluation.document(),
+            "next_id": self.next_id,
+        } | ({"ahead": self.ahead.document()} if self.ahead else {})
+
+    def restored(self, document: dict[str, Any]) -> GenerationState:
+        """Return the state that `document` was made of, but for samples that were drawn ahead."""
+        return GenerationState(
+            training=self.training.restored(document["drafting"]),
+            evaluation=self.evaluation.restored(document["evaluation"]),
+            next_id=int(document.get("next_id", UNUSED_ID)),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class HostState:
     """Hold what the host remembers: with the models that are trained, all of a run."""
 
@@ -107,13 +156,11 @@ class HostState:
     step: int
     # in the order of the prompts, as `Batches.state` gives it
     position: dict[str, int]
-    training: SpeculationState
-    evaluation: SpeculationState
+    # None where nothing is generated
+    generation: GenerationState | None
     # the KL coefficient that the config asks for, and what it is now
     kl_start: float
     kl_coefficient: float
-    # of the next sample: beyond all that were used
-    next_id: int = 0
     # minibatches that were skipped, the last ones, as a number was not finite
     skipped: int = 0
     # updates of the policy when the drafter last learned from it
@@ -125,59 +172,46 @@ class HostState:
     # the plan of calls, and whether the step before had another one
     plan: str | None = None
     plan_changed: bool = False
-    # of an evaluation since the last step: remembered with the next step, as a run that is
-    # resumed before it evaluates again
-    evaluated: tuple[Sequence[Sample], RolloutStats] | None = None
-    # what the next step trains on, where that is drawn ahead
-    ahead: SamplesAhead | None = None
     # by call, what stages of pipelines take, as this process has measured it; not kept
     stage_times: Mapping[str, StageTimes] | None = None
 
-    def selectors(self) -> list[Selector]:
-        """Return those that choose strategies: none where the strategy is fixed."""
-        return [kind.selector for kind in (self.training, self.evaluation) if kind.selector]
-
-    def with_selectors(self, selectors: Sequence[Selector]) -> HostState:
-        """Return the state with others in place of `selectors()`, in the same order."""
-        if not selectors:
-            return self
-        training, evaluation = selectors
+    def after_draw(
+        self, position: dict[str, int], generation: GenerationState | None = None
+    ) -> HostState:
+        """Return the state after samples were drawn, from which nothing is learned yet."""
         return dataclasses.replace(
-            self,
-            training=dataclasses.replace(self.training, selector=training),
-            evaluation=dataclasses.replace(self.evaluation, selector=evaluation),
+            self, position=position, generation=generation, plan_changed=False
         )
 
-    def after_rollout(
-        self, samples: Sequence[Sample], stats: RolloutStats, position: dict[str, int], next_id: int
+    def after_update(
+        self,
+        metrics: Mapping[str, float],
+        kl_coefficient: float,
+        stage_times: Mapping[str, StageTimes] | None,
     ) -> HostState:
-        """Return the state after a finished roll-out, from which nothing is learned yet."""
-        evaluation = self.evaluation
+        """Return the state after a step with these metrics."""
+        step = self.step + 1
         return dataclasses.replace(
             self,
-            position=position,
-            training=self.training.after(samples, stats),
-            evaluation=evaluation.after(*self.evaluated) if self.evaluated else evaluation,
-            next_id=next_id,
-            plan_changed=False,
-            evaluated=None,
+            step=step,
+            kl_coefficient=kl_coefficient,
+            distilled_at=step if "drafter/seconds" in metrics else self.distilled_at,
+            skipped=int(metrics.get("training/skipped_in_row", 0)),
+            stage_times=stage_times,
         )
 
     def document(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: JSON values and numpy arrays."""
         return {
             "batches": self.position,
-            "drafting": self.training.document(),
-            "evaluation": self.evaluation.document(),
             "kl_start": self.kl_start,
             "kl_coefficient": self.kl_coefficient,
-            "next_id": self.next_id,
             "skipped": self.skipped,
             "taught": self.distilled_at,
             "remat": self.remat,
             "remat_devices": self.remat_devices,
             "plan": self.plan,
-        } | ({"ahead": self.ahead.document()} if self.ahead else {})
+        } | (self.generation.document() if self.generation else {})
 
     def restored(self, step: int, document: dict[str, Any]) -> HostState:
         """Return the state after so many updates that `document` was made of.
@@ -190,11 +224,9 @@ class HostState:
         return HostState(
             step=step,
             position=document["batches"],
-            training=self.training.restored(document["drafting"]),
-            evaluation=self.evaluation.restored(document["evaluation"]),
+            generation=self.generation and self.generation.restored(document),
             kl_start=self.kl_start,
             kl_coefficient=float(document["kl_coefficient"]) if as_before else self.kl_coefficient,
-            next_id=int(document.get("next_id", UNUSED_ID)),
             skipped=int(document.get("skipped", 0)),
             distilled_at=int(document["taught"]),
             remat=document["remat"] if chosen else self.remat,
@@ -202,6 +234,12 @@ class HostState:
             plan=self.plan,
             plan_changed=document.get("plan") != self.plan,
         )
+
+
+def remembered(host: HostState) -> GenerationState:
+    """Return what generation left, where something is generated."""
+    assert host.generation is not None, "Something is generated."
+    return host.generation
 
 
 class RunState(NamedTuple):
@@ -214,84 +252,3 @@ class RunState(NamedTuple):
     def step(self) -> int:
         """Count the updates that were made."""
         return self.host.step
-
-
-@dataclasses.dataclass(frozen=True)
-class StepReport:
-    """Hold what there is to tell of a finished step."""
-
-    # by the names of metrics.jsonl
-    metrics: dict[str, float]
-    # one row a sample: prompt, response and reward
-    samples: list[dict[str, Any]]
-    # what each slice and call did and when, in seconds since the step began
-    spans: list[Span]
-    # one row for each strategy at each number of live rows
-    strategies: list[dict[str, Any]]
-
-
-@dataclasses.dataclass(frozen=True)
-class EvaluationSettings:
-    """Say how the policy is measured on held-out prompts."""
-
-    prompts: Prompts
-    # of noise of its own
-    decoding: GenerationConfig
-    samples_per_prompt: int
-    # by name; the first one stands in the table of samples
-    measures: Mapping[str, Scorer]
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """Hold what stays the same from step to step: settings of each stage, data, frozen models."""
-
-    config: Config
-    objective: Objective
-    prompts: PromptStream
-    generation: GenerationSettings
-    rewards: Rewards
-    scoring: ScoringSettings
-    advantage: AdvantageConfig
-    training: TrainingSettings
-    # by role: what is trained on the samples of a step, in the order in which gradients are taken
-    learners: Mapping[str, Learner]
-    # by role, the models that are not trained: the "reference" that KL is measured from, a
-    # "drafter", and the "student" that is kept current, as it began
-    frozen: Mapping[str, Model]
-    # of (KL coefficient, KL of a response, samples): the next coefficient
-    next_kl_coefficient: Callable[[float, float, int], float]
-    # where a timeline shows what each call does
-    lanes: Lanes = ONE_LANE
-    # None: there is no student, or it stays as it is
-    distillation: Distillation | None = None
-    # None: there are no held-out prompts
-    evaluation: EvaluationSettings | None = None
-
-
-def decoding_models(models: Models, run: Run) -> tuple[Model, Model | None]:
-    """Return policy and drafter as generation wants them: unrolled, cast, laid out.
-
-    The drafter is the student that is trained, with the policy's embedding and head, else the
-    frozen drafter.
-    """
-    target = decoding_weights(models["policy"].weights, run.generation.layout)
-    drafter = models["drafter"].weights if "drafter" in models else run.frozen.get("drafter")
-    return target, student_for(target, drafter, run.generation.layout)
-
-
-def scorers(models: Models, run: Run) -> dict[str, Model]:
-    """Return the models that score, by role."""
-    there = {**run.frozen, **{role: one.weights for role, one in models.items()}}
-    return {role: there[role] for role in run.scoring.layouts}
-
-
-def weights_received(models: Models, run: Run) -> dict[str, float]:
-    """Count the 10^6 bytes that devices receive from others as weights come to other calls."""
-    moved = {"generation": ("policy", run.generation.layout)}
-    moved |= {f"{role}_inference": (role, own) for role, own in run.scoring.layouts.items()}
-    return {
-        f"weights/{call}": bytes_moved(models[role].weights, layout, layout.dtype).received / 1e6
-        for call, (role, layout) in moved.items()
-        if layout.mesh is not None and role in models
-    }

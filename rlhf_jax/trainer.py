@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import json
 import pathlib
@@ -12,33 +13,38 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from rlhf_jax import setup
+from rlhf_jax import iteration, setup
 from rlhf_jax.config import host, memory_parts
 from rlhf_jax.config.schema import Config
 from rlhf_jax.evaluation import evaluate
 from rlhf_jax.generation.stage import compile_first_rounds
 from rlhf_jax.generation.strategy import prior
-from rlhf_jax.model.decoding import completed
+from rlhf_jax.inference.prepare import prepare
+from rlhf_jax.inference.scoring import score
+from rlhf_jax.model.decoding import completed, decoding_models
 from rlhf_jax.model.weights import huggingface
 from rlhf_jax.monitoring import console, metrics
 from rlhf_jax.monitoring.callbacks import Callback
 from rlhf_jax.monitoring.report.page import write_report
 from rlhf_jax.monitoring.report.run import read_run
 from rlhf_jax.monitoring.report.warnings import warnings
+from rlhf_jax.placement.plan import training_layout
 from rlhf_jax.planner.describe import print_plan
 from rlhf_jax.planner.planned import hardware_of, lacking, plan_run
 from rlhf_jax.rewards import callers
 from rlhf_jax.rewards.combination import Reward
+from rlhf_jax.run import Run
 from rlhf_jax.runtime import distributed, to_host
-from rlhf_jax.runtime.compilation import configure_jax
+from rlhf_jax.runtime.compilation import compile_only, configure_jax, shapes
 from rlhf_jax.runtime.files import write_atomically
 from rlhf_jax.runtime.foreign import one_line
 from rlhf_jax.runtime.mirror import folder_of, mirrored
 from rlhf_jax.session import Session, preview
 from rlhf_jax.setup import Opened
 from rlhf_jax.setup.describe import print_setup
-from rlhf_jax.state import Run, RunState, decoding_models
-from rlhf_jax.types import ModelConfigs
+from rlhf_jax.state import RunState, remembered
+from rlhf_jax.training.learn import compile_update
+from rlhf_jax.types import ModelConfigs, Models
 
 
 class Result(NamedTuple):
@@ -71,7 +77,7 @@ def train(
     if reward is not None:
         config.reward.functions = (callers.offer(reward, reward_id),)
     state, opened = do_run(config, callbacks, prompts)
-    return Result(state, metrics.read_metrics(opened.workdir), opened.workdir)
+    return Result(state, metrics.read_rows(opened.workdir, "metrics"), opened.workdir)
 
 
 def do_run(
@@ -92,12 +98,12 @@ def do_run(
             state = session.restore() or session.begin()
             run = session.start(state)
             state = compile_ahead(state, run, session)
-            session.compile_behind(functools.partial(run.objective.compile_step, state, run))
+            session.compile_behind(functools.partial(compile_step, state, run))
             while state.step < config.steps and not session.ends:
                 state = measure_if_due(state, run, session)
                 began = time.perf_counter()
                 with session.profiled(state.step):
-                    state, report = run.objective.step(state, run, session.observe)
+                    state, report = iteration.step(state, run, session.observe)
                 session.log(report, state, time.perf_counter() - began)
             session.save(state)
             state = measure_if_due(state, run, session, last=True)
@@ -136,9 +142,10 @@ def _open(config: Config) -> Opened:
     """Open and check all that a config names, on the day that its run has, and print it."""
     config.data.date = distributed.run_on_leader(lambda: setup.date_of_run(config))
     opened = distributed.run_on_all(lambda: setup.prepare(config))
-    parts = list(opened.layouts)
-    if opened.layouts.policy_training.role == "pipelined":
-        copies = opened.layouts.policy_training.split("data")
+    parts = list(opened.layouts.values())
+    layout = training_layout(opened.layouts)
+    if layout.role == "pipelined":
+        copies = layout.split("data")
         parts += [stage for copy in copies for stage in copy.split()]
     if any(len(part.owners) < distributed.count() for part in parts):
         distributed.divide()
@@ -164,20 +171,41 @@ def _keep_prompts(config: Config, prompts: Sequence[str | dict[str, Any]]) -> pa
 
 def compile_ahead(state: RunState, run: Run, session: Session) -> RunState:
     """Compile the rounds that steps begin with, and let selectors begin with what they cost."""
+    settings = run.generation
+    if settings is None:
+        return state
     session.observe("compiling", None)
-    models = decoding_models(state.models, run)
+    models = decoding_models(state.models, run.frozen, settings.layout)
     configs = ModelConfigs(models[0].config, models[1] and models[1].config)
-    decoding = run.generation.decoding
+    decoding = settings.decoding
     costs = functools.partial(
         prior.costs,
         configs,
-        run.generation.layout.platform,
+        settings.layout.platform,
         models[0].norm.dtype.itemsize,
         rows=decoding.max_rows,
         slots=decoding.max_length,
     )
-    selectors = compile_first_rounds(models, state.host.selectors(), run.generation, costs)
-    return state._replace(host=state.host.with_selectors(selectors))
+    before = remembered(state.host)
+    selectors = compile_first_rounds(models, before.selectors(), settings, costs)
+    after = before.with_selectors(selectors)
+    return state._replace(host=dataclasses.replace(state.host, generation=after))
+
+
+def compile_step(state: RunState, run: Run) -> None:
+    """Compile inference and training of the next step, for samples as long as they may be.
+
+    Nothing is run but the advantages. Shorter samples may need programs of other sizes.
+    """
+    if not run.learners:  # a student's programs are small
+        return
+    # Weights that go elsewhere stay where they are: only shapes do.
+    models: Models = shapes(state.models)
+    scorers = shapes(run.scoring.models_of(models, run.frozen))
+    longest = run.source.longest(state.host)
+    scored, _ = score(longest, scorers, run.scoring, execute=compile_only)
+    batch, _ = prepare(scored, 0.0, run.config)
+    compile_update(models, batch, run.learners, state.step)
 
 
 def measure_if_due(state: RunState, run: Run, session: Session, last: bool = False) -> RunState:
@@ -192,9 +220,11 @@ def measure_if_due(state: RunState, run: Run, session: Session, last: bool = Fal
 
 def export(state: RunState, run: Run, opened: Opened) -> None:
     """Write what was trained as folders, and say what has changed."""
-    policy = state.models["policy"].weights
-    trained = {"policy": policy} if run.objective.trains_policy else {}
+    # A critic beside a policy that learns has done its work; else critics are what a run is for.
+    roles = ["policy"] if "policy" in run.learners else run.learners
+    trained = {role: state.models[role].weights for role in roles}
     if "drafter" in state.models and run.config.drafter.learning_rate:
+        policy = state.models["policy"].weights
         trained["drafter"] = completed(state.models["drafter"].weights, policy)
     for name, model in trained.items():
         whole = to_host.to_leader(model) if distributed.started() else model
@@ -205,7 +235,7 @@ def export(state: RunState, run: Run, opened: Opened) -> None:
             opened.policy.tokenizer,
             opened.policy.stop_tokens,
             jnp.float32,
-            opened.policy.repeated,
+            (opened.critic if model.config.scalar_head else opened.policy).repeated,
         )
         distributed.run_on_leader(save)
 

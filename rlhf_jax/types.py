@@ -8,6 +8,7 @@ G key-value heads, D head dim, M width, F feed-forward width, W window slots, Q 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -86,8 +87,30 @@ class ModelConfigs(NamedTuple):
 
     policy: ModelConfig
     drafter: ModelConfig | None = None
-    critic: ModelConfig | None = None
+    # by role: what their scalar heads are put on, a reward model or a language model's trunk
+    critics: Mapping[str, ModelConfig] = {}
     rewards: tuple[ModelConfig, ...] = ()
+
+    @property
+    def trunks(self) -> dict[str, ModelConfig]:
+        """Return the shapes of the models that may be trained, by role, as they are opened."""
+        return {"policy": self.policy, **self.critics}
+
+    def of(self, call: str) -> tuple[ModelConfig, ...]:
+        """Return the shapes of the models that a call scores with or trains; of rewards several.
+
+        A reference is a copy of the policy, and each critic has a scalar head of its own.
+        """
+        role = call.rpartition("_")[0]
+        if role == "reward":
+            return self.rewards
+        if role in self.critics:
+            return (dataclasses.replace(self.critics[role], scalar_head=True, tied=False),)
+        return (self.policy,) if role in ("policy", "reference") else ()
+
+    def scorers(self, calls: Iterable[str]) -> list[ModelConfig]:
+        """Return the shapes of the models that score in such calls."""
+        return [model for call in calls if call.endswith("_inference") for model in self.of(call)]
 
 
 @struct.dataclass
@@ -185,6 +208,7 @@ class DecodeState:
     limit: jax.Array  # [B] int32, the length at which the sample ends.
     done: jax.Array  # [B] bool, whether the sample has ended; also true for empty rows.
     key: jax.Array  # [B, 2] uint32, (seed, sample id): the key of the row's noise.
+    temperature: jax.Array  # [B] float32, that the row's tokens are drawn at; 0: the argmax.
     history: jax.Array  # [B, E] int32, earlier roll-outs of the same prompt, -1 between and after.
     # [B, T or 0] int32, the text that the same noise gave before, by position, -1 where there is
     # none.
@@ -219,5 +243,5 @@ class Trained:
         return dataclasses.replace(self, version=counted_up(self.version))
 
 
-# What is trained, by role: "policy", "critic", "drafter", or an algorithm's own.
+# What is trained, by role: "policy", "drafter", or a critic's, "critic" or an algorithm's own.
 Models = dict[str, Trained]

@@ -244,7 +244,7 @@ def full_disk(kilobytes: int) -> Prepare:
 
 NORM = "model.layers.1.input_layernorm.weight"
 LONG_CONTEXT = '"max_position_embeddings": 2000000000'
-PPO = {"advantage__estimator": "gae"}
+PPO = {"algorithm__name": "ppo"}
 GO_ON = {"steps": 3, "checkpoint__allow_changes": True}
 
 CASES = {
@@ -270,13 +270,13 @@ CASES = {
     "negative steps": Case("steps is -1; it must be above 0", {"steps": -1}),
     # Options that contradict one another.
     "unknown strategy": Case("Unknown strategy 'chain'", {"generation__strategy": "chain"}),
-    "unknown estimator": Case("it must be one of", {"advantage__estimator": "ppo"}),
+    "unknown estimator": Case("it must be one of", {"algorithm__estimator": "ppo"}),
     "strategy without its drafter": Case(
         "give drafter.path", {"generation__strategy": "model-chain-2"}
     ),
     "top-p in training": Case("is for evaluation", {"generation__top_p": 0.9}),
     "top-k too large": Case("is for evaluation", {"generation__top_k": 100}),
-    "critic without gae": Case("choose 'gae', or ''", {"critic__path": "org/critic"}),
+    "critic without ppo": Case("choose 'ppo', or ''", {"critic__path": "org/critic"}),
     "k1 in the loss": Case("use k2 or k3", {"kl__estimator": "k1"}),
     "KL target without a coefficient": Case(
         "give a start above 0", {"kl__target": 0.1, "kl__coefficient": 0.0}

@@ -5,10 +5,15 @@ from __future__ import annotations
 import numpy as np
 from scipy import stats
 
-from rlhf_jax.generation.speculative.sampling import Sampling
+from rlhf_jax.generation.speculative.sampling import Sampling, Truncation
 
 SIGNIFICANCE = 1e-4
 EXPECTED = 5.0  # the least expected count of a bin
+
+
+def law_of(sampling: Sampling) -> tuple[float, Truncation]:
+    """Temperature and truncation, as all that draws takes them."""
+    return sampling.temperature, sampling.truncation
 
 
 def expected_law(logits, sampling: Sampling) -> np.ndarray:

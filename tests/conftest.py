@@ -191,6 +191,14 @@ def drafter(target: Model) -> Model:
 
 
 @pytest.fixture
+def one_device(monkeypatch):
+    """Only the first of the virtual devices."""
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *_: first)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+
+@pytest.fixture
 def compilations() -> Callable[[], contextlib.AbstractContextManager[list[float]]]:
     """`with compilations() as seen:` leaves in `seen` the seconds of each program made meanwhile.
 

@@ -46,7 +46,7 @@ def main(event: str, number: int, seconds: float, arguments: list[str]) -> int:
 
     launch = runpy.run_path(str(ROOT / "launch" / "train.py"), run_name="launch")
     session.Session._beat = told(session.Session._beat, lambda self, phase: happens(phase))
-    metrics.Writer.write_samples = told(metrics.Writer.write_samples, lambda *_: happens("samples"))
+    metrics.Writer.write_rows = told(metrics.Writer.write_rows, lambda _, name, *__: happens(name))
     huggingface.save = told(huggingface.save, lambda *_: happens("export"))
     if event == "move":
         settings.planner.plan_reallocation = Shuffled(seed=0)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rlhf_jax.algorithms.policy_gradient import CRITIC_LOSS, POLICY_LOSS
+from rlhf_jax.algorithms.grpo import POLICY_LOSS
+from rlhf_jax.algorithms.ppo import CRITIC_LOSS
 from rlhf_jax.mesh import ONE_DEVICE, Layout
 from rlhf_jax.sequences.batch import PackedSequences, Sequences
 from rlhf_jax.training.gradients import Learner
@@ -24,13 +26,19 @@ class Optimizers(NamedTuple):
     critic: optax.GradientTransformation | None = None
 
 
-def learners_of(optimizers: Optimizers, settings: TrainingSettings) -> dict[str, Learner]:
-    """A policy that learns, and a critic where it has an optimizer."""
-    waits = settings.critic_steps_alone
+def learners_of(
+    optimizers: Optimizers,
+    settings: TrainingSettings,
+    critic_layout: Layout | None = None,
+    waits: int = 0,
+) -> dict[str, Learner]:
+    """A policy that learns, some updates later, and a critic where it has an optimizer, maybe
+    elsewhere.
+    """
     learners = {"policy": Learner("policy", POLICY_LOSS, optimizers.policy, settings, waits)}
     if optimizers.critic is not None:
-        own = Learner("critic", CRITIC_LOSS, optimizers.critic, settings.of_critic)
-        learners["critic"] = own
+        own = dataclasses.replace(settings, layout=critic_layout or settings.layout)
+        learners["critic"] = Learner("critic", CRITIC_LOSS, optimizers.critic, own)
     return learners
 
 
@@ -54,12 +62,15 @@ def update(
     optimizers: Optimizers,
     settings: TrainingSettings,
     kl_weight: float = 0.0,
+    critic_layout: Layout | None = None,
+    waits: int = 0,
     **more,
 ) -> tuple[Models, dict[str, float]]:
     """One update of policy and critic, the first that the models see."""
     step = int(models["policy"].version)
-    learners = learners_of(optimizers, settings)
-    return learn(models, batch, learners, step=step, kl_weight=kl_weight, **more)
+    learners = learners_of(optimizers, settings, critic_layout, waits)
+    batch = batch.with_columns(kl_weight=np.array(kl_weight, np.float32))
+    return learn(models, batch, learners, step=step, **more)
 
 
 def sequences_of(tokens, mask, **columns) -> Sequences:

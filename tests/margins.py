@@ -11,6 +11,7 @@ from pallas_kernels.verify_head.reference import blocks, inside
 from rlhf_jax.generation.speculative import sampling as sampling_module
 from rlhf_jax.generation.speculative.sampling import (
     Sampling,
+    Truncation,
     block_noise,
     log_probabilities,
     truncate,
@@ -27,7 +28,7 @@ def decision_margin(logits: Array, key: Array, position: Array, sampling: Sampli
     """
     if sampling.temperature == 0:
         return _gap(logits.astype(jnp.float32))
-    z = truncate(logits, sampling)
+    z = truncate(logits, sampling.temperature, sampling.truncation)[0]
     token, margin = _outcome(z, key, position)
     if not sampling.top_k and sampling.top_p == 1:
         return margin
@@ -58,7 +59,7 @@ def _edge_moves(full: Array, z: Array, sampling: Sampling) -> list[tuple[Array, 
     swap = out = into = (last - following)[..., 0]
     if sampling.top_p < 1:
         # Mass is counted where top-p counts it: on what top-k leaves.
-        mass = jnp.exp(log_probabilities(full, Sampling(top_k=sampling.top_k)))
+        mass = jnp.exp(log_probabilities(full, 1.0, Truncation(sampling.top_k)))
         out = jnp.abs(jnp.sum(jnp.where(z > last, mass, 0.0), -1) - sampling.top_p)
         into = jnp.abs(jnp.sum(jnp.where(kept, mass, 0.0), -1) - sampling.top_p)
     fewer = jnp.where(z > last, z, -jnp.inf)

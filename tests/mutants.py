@@ -27,7 +27,7 @@ SECONDS = 300  # A file's own tests that take longer hang, and have found the fa
 SECONDS_OF_CORE = 3600  # Likewise the whole fast core.
 
 TESTS: dict[str, str] = {
-    "algorithms/policy_gradient.py": "test_losses.py test_policy_losses.py",
+    "algorithms/grpo.py": "test_losses.py test_policy_losses.py",
     "losses/aggregate.py": "test_losses.py test_policy_losses.py",
     "losses/value.py": "test_losses.py",
     "training/kinds.py": "test_group_losses.py test_losses.py test_packing.py",
@@ -77,8 +77,8 @@ REASONS: dict[tuple[str, str], str] = {
         "return jnp.argmax(jnp.where(accepted, tree.depth, ~1), axis=1).astype(jnp.int32)",
     ): "The root, of depth 0, is accepted: any number below will do.",
     (
-        "algorithms/policy_gradient.py",
-        "losses = jnp.where(mask, settings.loss(own), 1.0)",
+        "algorithms/grpo.py",
+        "losses = jnp.where(mask, LOSSES[options.loss](own), 1.0)",
     ): "What is masked out has no weight: any finite number does.",
     (
         "sequences/packing.py",

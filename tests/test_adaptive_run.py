@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import runpy
 
-import jax
 import numpy as np
-import pytest
 import tiny_run
 from tiny_run import ROOT, lines
 
@@ -22,14 +20,6 @@ from rlhf_jax.generation.strategy.predict import Situation
 from rlhf_jax.generation.strategy.select import Selector
 
 launch = runpy.run_path(str(ROOT / "launch" / "train.py"), run_name="launch")
-
-
-@pytest.fixture
-def one_device(monkeypatch):
-    """Only the first of the virtual devices."""
-    first = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda *_: first)
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
 
 
 def test_noise_that_training_repeats_is_replayed(tmp_path, one_device):

@@ -22,12 +22,12 @@ import tiny_run
 from bad_input_cases import CASES, CHECKS, GO_ON, WORK, Case, Place, full_disk
 from tiny_run import ROOT, lines
 
+from rlhf_jax import iteration
 from rlhf_jax.data import rendering
 from rlhf_jax.inference.values import critic_of
 from rlhf_jax.model import weight_table
 from rlhf_jax.model.weights import huggingface
 from rlhf_jax.model.weights.source import open_source
-from rlhf_jax.objectives.reward import RewardObjective
 from rlhf_jax.runtime.checkpoint import store
 from rlhf_jax.runtime.checkpoint.folder import steps
 
@@ -262,7 +262,7 @@ def test_a_device_that_fails_is_one_sentence(place, monkeypatch, capsys, kind):
     def fail(*_):
         raise kind("RESOURCE_EXHAUSTED: Out of memory allocating 1 byte.\nAllocations:\n...")
 
-    monkeypatch.setattr(RewardObjective, "step", staticmethod(fail))
+    monkeypatch.setattr(iteration, "step", fail)
     assert PROGRAMS["train"](command(place, {})) == 1
     check_sentence(capsys.readouterr().err, "lower training.microbatch_rows")
 

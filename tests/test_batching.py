@@ -76,11 +76,11 @@ def test_a_micro_batch_has_the_numbers_of_the_tokens_that_are_trained_on(trained
     """Each once, and how many tokens, sequences and groups they are."""
     mask = np.isin(np.arange(12), trained).reshape(3, 4)
     weights = np.arange(12, dtype=np.float32).reshape(3, 4) / 12
-    given = with_shares(known_batch(mask), weights, 0.25)
+    given = with_shares(known_batch(mask), weights)
     (part,) = pack(given, 3, length_bucket=4, row_shards=1)
     columns = part.batch.columns
     rows = {token // 4 for token in trained}
-    assert columns["total_tokens"] == len(trained) and columns["kl_weight"] == np.float32(0.25)
+    assert columns["total_tokens"] == len(trained)
     assert columns["total_sequences"] == len(rows)
     assert columns["total_groups"] == len({int(given.group[row]) for row in rows})
     own = np.asarray(part.batch.mask)
@@ -92,14 +92,14 @@ def test_a_micro_batch_has_the_numbers_of_the_tokens_that_are_trained_on(trained
 def test_where_nothing_is_trained_on_means_are_over_one():
     """So that they are 0, and not NaN."""
     nothing = np.zeros((3, 4), bool)
-    columns = with_shares(known_batch(nothing), np.zeros((3, 4), np.float32), 0.0).columns
+    columns = with_shares(known_batch(nothing), np.zeros((3, 4), np.float32)).columns
     assert columns["total_tokens"] == columns["total_sequences"] == columns["total_groups"] == 1
 
 
 def test_the_rows_of_a_minibatch_are_taken_of_everything():
     """But what is known of the whole batch stays."""
     ones = np.ones((3, 4), bool)
-    whole = with_shares(known_batch(ones), ones.astype(np.float32), 0.5)
+    whole = with_shares(known_batch(ones), ones.astype(np.float32))
     rows = np.array([2, 0])
     taken = whole.take(rows)
     np.testing.assert_array_equal(taken.tokens, np.asarray(whole.tokens)[rows])

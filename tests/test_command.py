@@ -12,6 +12,7 @@ import tiny_run
 from rlhf_jax import command
 from rlhf_jax.command import config as config_command
 from rlhf_jax.config import command_line, schema
+from rlhf_jax.config.defaults import default
 
 
 def test_every_command_has_help(capsys):
@@ -46,7 +47,7 @@ def test_version_names_what_a_bug_report_needs(capsys):
 
 def test_every_key_is_printed_with_its_default_and_comment(capsys):
     found = config_command.keys()
-    assert [key.name for key in found] == list(schema.flat(schema.default()))
+    assert [key.name for key in found] == list(schema.flat(default()))
     assert all(key.comment for key in found), [key.name for key in found if not key.comment]
     assert command.main(["config", "kl.c*"]) == 0
     assert "kl.coefficient = 0.04  (float)\n    reward for each nat" in capsys.readouterr().out
@@ -83,14 +84,14 @@ def test_files_beside_the_config_are_found_from_anywhere(tmp_path, monkeypatch):
         "    config.data.train = 'prompts.jsonl'\n"
         "    config.reward.functions = ('reward.py:vowels', 'other.py:f')\n"
         "    config.reward.metrics = {'v': 'reward.py:vowels'}\n"
-        "    config.training.loss = 'reward.py:vowels'\n"
+        "    config.algorithm.loss = 'reward.py:vowels'\n"
         "    config.sinks = ('reward.py:vowels', 'wandb')\n"
         "    return config\n"
     )
     config = command_line.load(str(tmp_path / "config.py"))
     assert config.data.train == str(tmp_path / "prompts.jsonl")
     assert config.reward.functions == (f"{tmp_path}/reward.py:vowels", "other.py:f")
-    assert config.reward.metrics.v == f"{tmp_path}/reward.py:vowels" == config.training.loss
+    assert config.reward.metrics.v == f"{tmp_path}/reward.py:vowels" == config.algorithm.loss
     assert config.sinks == (f"{tmp_path}/reward.py:vowels", "wandb")
     monkeypatch.chdir(tmp_path)
     assert command_line.load("config.py").data.train == "prompts.jsonl"

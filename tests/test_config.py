@@ -12,6 +12,7 @@ import pytest
 
 from rlhf_jax.config import checks, command_line, validation
 from rlhf_jax.config import schema as configs
+from rlhf_jax.config.defaults import default
 from rlhf_jax.config.reward_checks import OWN_MEASURES
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
@@ -47,7 +48,7 @@ def config_file(tmp_path) -> str:
 @pytest.fixture
 def valid(tmp_path):
     """A config that passes, on eight devices."""
-    config = configs.default()
+    config = default()
     for name in ("train.jsonl", "eval.jsonl"):
         (tmp_path / name).write_text('{"prompt": "a"}\n')
     (tmp_path / "reward.py").write_text(
@@ -60,16 +61,16 @@ def valid(tmp_path):
 
 
 def test_the_default_is_locked():
-    config = configs.default()
+    config = default()
     with pytest.raises(AttributeError):
         config.training.learnig_rate = 1.0
 
 
 def test_every_key_has_a_comment():
-    source = (ROOT / "rlhf_jax" / "config" / "schema.py").read_text()
+    source = (ROOT / "rlhf_jax" / "config" / "schema.py").read_text().partition("EARLIER = ")[0]
     bare = re.findall(r'(?<!#)\n +"(\w+)": ', re.sub(r" +#.*", "#", source))
     sections = {"model", "drafter", "critic", "data", "reward", "generation", "evaluation"}
-    sections |= {"advantage", "kl", "training", "checkpoint", "mesh", "kernels"}
+    sections |= {"algorithm", "kl", "training", "checkpoint", "mesh", "kernels"}
     assert set(bare) <= sections
 
 
@@ -226,8 +227,10 @@ def test_a_valid_config_passes(valid):
         ("training.clip_low", 1.0, "training.clip_low is 1.0"),
         ("training.aggregate", "sum", "training.aggregate is 'sum'"),
         ("training.target_kl", -1.0, "training.target_kl is -1.0"),
-        ("advantage.estimator", "ppo", "advantage.estimator is 'ppo'"),
-        ("advantage.gae_lambda", 1.5, "advantage.gae_lambda is 1.5"),
+        ("algorithm.estimator", "ppo", "algorithm.estimator is 'ppo'"),
+        ("algorithm.gae_lambda", 1.5, "algorithm.gae_lambda is 1.5"),
+        ("algorithm.estimator", "gae", "choose algorithm 'ppo'"),
+        ("algorithm.loss", "pppo", "must be one of ppo"),
         ("critic.path", "folder", "has no critic"),
         ("kl.coefficient", -0.1, "kl.coefficient is -0.1"),
         ("kl.coefficient", float("inf"), "kl.coefficient is inf"),
@@ -273,7 +276,7 @@ def test_options_that_contradict_each_other(valid):
     with pytest.raises(ValueError, match=r"kl\.coefficient is 0 and would stay there"):
         validation.validate(valid, 8)
     valid.kl.update(coefficient=0.1)
-    valid.advantage.estimator = "gae"
+    valid.algorithm.name = "ppo"
     valid.generation.update(prompts_per_step=32, samples_per_prompt=1, resample=1)
     with pytest.raises(ValueError, match="one sample of a prompt never differs"):
         validation.validate(valid, 8)
@@ -286,7 +289,7 @@ def test_prompt_and_response_must_fit_all_contexts(valid, tiny: ModelConfig):
     with pytest.raises(ValueError, match="the drafter's context is 128"):
         validation.validate_models(valid, ModelConfigs(roomy, drafter=tiny))
     with pytest.raises(ValueError, match="the critic's context is 128"):
-        validation.validate_models(valid, ModelConfigs(roomy, critic=tiny))
+        validation.validate_models(valid, ModelConfigs(roomy, critics={"critic": tiny}))
     with pytest.raises(ValueError, match=r"is 384, but the model's context is 128"):
         validation.validate_models(valid, ModelConfigs(tiny))
     valid.data.max_prompt_tokens = 64
@@ -299,7 +302,9 @@ def test_models_must_be_of_the_right_kind(valid, tiny: ModelConfig):
     valid.generation.max_new_tokens = 64
     scorer = dataclasses.replace(tiny, scalar_head=True, tied=False)
     valid.reward.models = ("judge",)
-    validation.validate_models(valid, ModelConfigs(tiny, critic=scorer, rewards=(scorer,)))
+    validation.validate_models(
+        valid, ModelConfigs(tiny, critics={"critic": scorer}, rewards=(scorer,))
+    )
     with pytest.raises(ValueError, match="judge is a language model"):
         validation.validate_models(valid, ModelConfigs(tiny, rewards=(tiny,)))
     for models in (
@@ -319,7 +324,7 @@ def test_vocabularies_must_agree_where_tokens_are_shared(valid, tiny: ModelConfi
     with pytest.raises(ValueError, match="has 321 tokens, the model's 320"):
         validation.validate_models(valid, ModelConfigs(tiny, drafter=other))
     with pytest.raises(ValueError, match="its vocabulary has 321"):
-        validation.validate_models(valid, ModelConfigs(tiny, critic=other))
+        validation.validate_models(valid, ModelConfigs(tiny, critics={"critic": other}))
 
 
 def test_a_config_may_take_an_argument():
@@ -347,7 +352,7 @@ WRONG_NAMES = [
 @pytest.mark.parametrize(("key", "value"), WRONG_NAMES)
 def test_names_are_texts(key, value):
     """In every place where a config names something, before anything looks for it."""
-    config = configs.default()
+    config = default()
     section, _, name = key.rpartition(".")
     (config[section] if section else config)[name] = value
     with pytest.raises(ValueError, match=f"^{re.escape(key)} has .*; give a text"):

@@ -14,10 +14,10 @@ import pytest
 import tiny_run
 from tiny_run import ROOT, lines
 
-from rlhf_jax import rlhf
+from rlhf_jax import iteration
 from rlhf_jax.config import default
 from rlhf_jax.model.weights.source import open_source
-from rlhf_jax.setup import date
+from rlhf_jax.setup import opened
 from rlhf_jax.setup.opened import _open_dated
 
 pytestmark = pytest.mark.usefixtures("compiled_soon")
@@ -46,8 +46,9 @@ def clock(monkeypatch):
     """Say which day it is."""
 
     def show(day: datetime.date) -> None:
-        shown = types.SimpleNamespace(today=lambda: day)
-        monkeypatch.setattr(date, "datetime", types.SimpleNamespace(date=shown))
+        read = datetime.date.fromisoformat
+        shown = types.SimpleNamespace(today=lambda: day, fromisoformat=read)
+        monkeypatch.setattr(opened, "datetime", types.SimpleNamespace(date=shown))
 
     return show
 
@@ -65,7 +66,7 @@ def test_a_run_that_goes_on_tomorrow_has_the_prompts_of_its_first_day(
     clock(YESTERDAY)
     assert launch["main"](command(workdir=tmp_path / "whole")) == 0, capsys.readouterr().err
 
-    score = rlhf.score
+    score = iteration.score
     seen = []
 
     def failing(*inputs):
@@ -74,7 +75,7 @@ def test_a_run_that_goes_on_tomorrow_has_the_prompts_of_its_first_day(
             raise ValueError("the machine was needed.")
         return score(*inputs)
 
-    monkeypatch.setattr(rlhf, "score", failing)
+    monkeypatch.setattr(iteration, "score", failing)
     assert launch["main"](command()) == 2
     clock(TODAY)
     assert launch["main"](command()) == 0, capsys.readouterr().err

@@ -22,7 +22,7 @@ from tiny_run import ROOT, lines
 from rlhf_jax import mesh
 from rlhf_jax.command import export
 from rlhf_jax.config import default, validation
-from rlhf_jax.generation.speculative.sampling import Sampling, draw
+from rlhf_jax.generation.speculative.sampling import draw
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model.decoding import completed, decoding_weights, student_for
 from rlhf_jax.model.transformer import forward, init, logits
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("compiled_soon")
 
 CONFIG = TrainingSettings(microbatch_rows=2, length_bucket=8, temperature=0.8, chunk=6, seed=5)
 DISTILL = {
-    "objective": "distill",
+    "algorithm__name": "distill",
     "steps": 4,
     "reward__functions": "()",
     "evaluation__every": 0,
@@ -156,7 +156,7 @@ def test_acceptance_is_the_share_of_tokens_that_the_student_draws(policy):
     rollout = responses_of(4, 24, policy.config.vocab_size)
     scores = whole_logits(completed(student, policy), rollout.tokens) * CONFIG.temperature
     positions = jnp.broadcast_to(jnp.arange(1, 24, dtype=jnp.int32), scores.shape[:2])
-    drawing = jax.jit(functools.partial(draw, sampling=Sampling(CONFIG.temperature)))
+    drawing = jax.jit(functools.partial(draw, temperature=CONFIG.temperature))
     key = np.stack([np.full(4, SEED, np.uint32), rollout.columns["sample_ids"]], axis=1)
     drawn = drawing(scores, key[:, None], positions).token
     expected = np.mean((np.asarray(drawn) == rollout.tokens[:, 1:])[rollout.mask[:, 1:]])
@@ -270,7 +270,7 @@ def test_a_distilled_student_predicts_more(distilled):
 @pytest.mark.slow
 def test_its_report_names_the_curves_for_what_they_are(place, distilled):
     report = (place / "distilled" / "report.html").read_text()
-    assert "Share of tokens that the student draws too" in report
+    assert "Tokens that the student draws, too" in report
     assert "distillation of a drafter" in report
     assert ">Reward<" not in report and "KL to the reference" not in report
 
@@ -355,8 +355,11 @@ def configured(**changes):
 @pytest.mark.parametrize(
     "changes, sentence",
     [
-        ({"objective": "both"}, "objective is 'both'; it must be one of reward, distill"),
-        ({"objective": "distill"}, "drafter.layers is 0; it must be above 0"),
+        (
+            {"algorithm__name": "both"},
+            "algorithm.name is 'both'; it must be one of grpo, ppo, distill",
+        ),
+        ({"algorithm__name": "distill"}, "drafter.layers is 0; it must be above 0"),
         (
             {"drafter__learning_rate": 1e-4},
             "only a student is kept current: set drafter.layers, or 0",
@@ -364,8 +367,8 @@ def configured(**changes):
         ({"drafter__layers": -1}, "drafter.layers is -1; it must be 0 or above"),
         ({"drafter__samples": 0}, "drafter.samples is 0; it must be above 0"),
         (
-            {"objective": "distill", "drafter__layers": 2, "drafter__learning_rate": 1e-3},
-            "trains a drafter and earns no reward: clear reward.functions",
+            {"algorithm__name": "distill", "drafter__layers": 2, "drafter__learning_rate": 1e-3},
+            "'distill' has no use for reward.functions: clear what is named",
         ),
         (
             {"generation__strategy": "model-chain-2"},
@@ -397,7 +400,7 @@ def test_a_student_that_cannot_be_is_one_sentence(changes, sentence):
     ],
 )
 def test_a_path_that_holds_another_model_is_one_sentence(layers, path, sentence, policy):
-    config = configured(objective="distill", drafter__layers=layers)
+    config = configured(algorithm__name="distill", drafter__layers=layers)
     other = dataclasses.replace(policy.config, **({"num_layers": layers} | path))
     with pytest.raises(ValueError, match=sentence):
         validation.validate_student(config, policy.config, other)

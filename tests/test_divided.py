@@ -18,7 +18,7 @@ from tiny_run import lines
 
 pytestmark = pytest.mark.usefixtures("compiled_soon")
 
-PPO = TWO_SLICES | {"evaluation__every": 0, "advantage__estimator": "gae"}
+PPO = TWO_SLICES | {"evaluation__every": 0, "algorithm__name": "ppo"}
 LAGGED = PPO | {"steps": 4, "plan": "disaggregated", "training__lag": 1, "deterministic": True}
 NUMBERS = ("loss/policy", "loss/value", "kl/mean", "gradient/norm")
 CALLS = ("reference_inference", "critic_inference", "policy_training", "critic_training")

@@ -20,7 +20,7 @@ from rlhf_jax.generation.speculative.drafters.model import MODEL
 from rlhf_jax.generation.speculative.drafters.replay import REPLAY
 from rlhf_jax.generation.speculative.drafters.search import SearchDrafter, propose
 from rlhf_jax.generation.speculative.round import run_round
-from rlhf_jax.generation.speculative.sampling import Sampling
+from rlhf_jax.generation.speculative.sampling import UNTRUNCATED, Sampling
 from rlhf_jax.generation.strategy.acceptance import DEPTHS, RANKS
 from rlhf_jax.mesh import Layout, make_mesh, pin_rows, place_rows, row_shardings
 from rlhf_jax.model import cache as kv
@@ -51,6 +51,7 @@ def texts_state(
         limit=jnp.full((rows,), SLOTS, jnp.int32),
         done=jnp.zeros((rows,), bool),
         key=jnp.zeros((rows, 2), jnp.uint32),
+        temperature=jnp.ones((rows,), jnp.float32),
         history=padded(histories, -1, max(map(len, histories))),
         earlier=jnp.zeros((rows, 0), jnp.int32) if earlier is None else padded(earlier, -1, SLOTS),
         cache=(),
@@ -333,7 +334,7 @@ SEED = 5
 TEXTS = 6
 
 
-def begun(target, drafter) -> DecodeState:
+def begun(target, drafter, temperature: float) -> DecodeState:
     """Texts of one token each: no cache is wanted yet."""
     empty = texts_state([[i + 1] for i in range(TEXTS)], [[-1]] * TEXTS, None)
     slots = 64 + model_drafter.CATCH_UP_TOKENS
@@ -343,6 +344,7 @@ def begun(target, drafter) -> DecodeState:
         tokens=jnp.zeros((TEXTS, slots), jnp.int32).at[:, :1].set(empty.tokens[:, :1]),
         limit=jnp.arange(TEXTS, dtype=jnp.int32) + 52,
         key=jnp.asarray(key),
+        temperature=jnp.full((TEXTS,), temperature, jnp.float32),
         cache=kv.empty(target.config, TEXTS, slots, jnp.float32),
         draft=DraftState(
             kv.empty(drafter.config, TEXTS, slots, jnp.float32), jnp.zeros((TEXTS,), jnp.int32)
@@ -352,14 +354,15 @@ def begun(target, drafter) -> DecodeState:
 
 def roll_out(target, drafter, length: int, sampling: Sampling):
     """(the finished state, tokens [rounds, B] gained) with chains of `length` drafts."""
-    state = begun(target, drafter)
+    state = begun(target, drafter, sampling.temperature)
+    truncation = sampling.truncation
     strategy = chain("model", length)
     gained = []
     tree = trees.as_data(strategy, TEXTS)
     while not bool(state.done.all()):
-        drafts, _, window, _ = model_drafter.propose(drafter, state, strategy, sampling)
+        drafts, _, window, _ = model_drafter.propose(drafter, state, strategy, truncation)
         state, emission = run_round(
-            target, state, drafts, None, tree, sampling=sampling, stop_tokens=(7,)
+            target, state, drafts, None, tree, truncation=truncation, stop_tokens=(7,)
         )
         state = model_drafter.commit(state, window, emission.path, emission.count, strategy)
         gained.append(emission.count.tolist())
@@ -386,9 +389,8 @@ def test_one_teacher_forced_pass_foretells_every_round(target, drafter, length, 
     state, gained = roll_out(target, drafter, length, sampling)
     mask = np.arange(state.tokens.shape[1]) < np.asarray(state.length)[:, None]
     mask[:, 0] = False
-    rank, sure = map(
-        np.asarray, teacher.score(drafter, state.tokens, mask, state.key, sampling, rows=3)
-    )
+    given = state.tokens, mask, state.key, state.temperature
+    rank, sure = map(np.asarray, teacher.score(drafter, *given, sampling.truncation, rows=3))
     for row in range(TEXTS):
         foretold = rounds_foretold(rank[row], 1, int(state.length[row]), length)
         assert foretold == [count for count in gained[:, row].tolist() if count]
@@ -405,13 +407,15 @@ def test_the_pass_is_the_same_in_any_slices(drafter, monkeypatch):
     tokens = rng.integers(0, 300, (4, 40)).astype(np.int32)
     mask = (np.arange(40) > 3) & (np.arange(40) < rng.integers(10, 40, 4)[:, None])
     key = np.stack([np.full(4, SEED), np.arange(4)], axis=1).astype(np.uint32)
-    whole = teacher.score(drafter, tokens, mask, key, Sampling(1.0), rows=4)
+    temperature = np.array([1.0, 0.7, 0.0, 1.3], np.float32)
+    given = tokens, mask, key, temperature, UNTRUNCATED
+    whole = teacher.score(drafter, *given, rows=4)
     monkeypatch.setattr(teacher, "HEAD_TOKENS", 14)
     for rows in (1, 2):
-        parts = teacher.score(drafter, tokens, mask, key, Sampling(1.0), rows=rows)
+        parts = teacher.score(drafter, *given, rows=rows)
         jax.tree.map(np.testing.assert_array_equal, parts, whole)
     with pytest.raises(ValueError, match="4 rows cannot be scored 3 at a time"):
-        teacher.score(drafter, tokens, mask, key, Sampling(1.0), rows=3)
+        teacher.score(drafter, *given, rows=3)
 
 
 def test_observations_end_at_a_miss_a_lower_rank_and_the_texts_end():
@@ -428,15 +432,13 @@ def test_observations_end_at_a_miss_a_lower_rank_and_the_texts_end():
     assert found.ranks.shape == (11, DEPTHS) and set(found.offered.ravel()) == {0, RANKS}
 
 
-@pytest.mark.parametrize(
-    "sampling", [Sampling(1.0), Sampling(0.5), Sampling(0.0)], ids=["1", "0.5", "greedy"]
-)
-def test_confidence_is_the_probability_of_the_drafters_own_best(target, drafter, sampling):
-    state = begun(target, drafter)
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0], ids=["1", "0.5", "greedy"])
+def test_confidence_is_the_probability_of_the_drafters_own_best(target, drafter, temperature):
+    state = begun(target, drafter, temperature)
     sharp = dataclasses.replace(drafter, norm=drafter.norm * jnp.linspace(1, 8, 64))
-    drafts, _, _, confidence = model_drafter.propose(sharp, state, chain("model", 2), sampling)
+    drafts, _, _, confidence = model_drafter.propose(sharp, state, chain("model", 2), UNTRUNCATED)
     hidden, _ = forward(sharp, state.tokens[:, :1], jnp.zeros((TEXTS, 1), jnp.int32))
-    law = jax.nn.softmax(logits(sharp, hidden)[:, 0] / (sampling.temperature or 1.0))
+    law = jax.nn.softmax(logits(sharp, hidden)[:, 0] / (temperature or 1.0))
     probability = np.asarray(law)[np.arange(TEXTS), np.asarray(drafts)[:, 0]]
     assert confidence.tolist() == (1 + (probability >= 0.3) + (probability >= 0.7)).tolist()
     assert confidence.dtype == jnp.int8 and len(set(confidence.tolist())) > 1

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# The one of an objective is a command that wants a config: test_examples_objective.py runs it.
+# The one of an algorithm is a command that wants a config: test_examples_algorithm.py runs it.
 EXAMPLES = [ROOT / "docs" / "examples" / f"{name}.py" for name in ("new_drafter", "new_estimator")]
 
 

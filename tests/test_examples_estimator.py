@@ -45,5 +45,5 @@ def test_a_run_may_name_it(tmp_path, monkeypatch):
     launch = runpy.run_path(str(tiny_run.ROOT / "launch" / "train.py"), run_name="launch")
     tiny_run.make_files(tmp_path)
     model = tiny_run.make_model(tmp_path / "tiny")
-    changes = {"steps": 1, "evaluation__every": 0, "advantage__estimator": NAME}
+    changes = {"steps": 1, "evaluation__every": 0, "algorithm__estimator": NAME}
     assert launch["main"](tiny_run.arguments(tmp_path, model, **changes)) == 0

@@ -142,7 +142,7 @@ def test_strategies_are_lines_that_a_resumed_run_cuts(tmp_path):
     chooser.stage_ended(kept=1.0)
     writer = metrics.Writer(tmp_path, 0)
     for step in range(3):
-        writer.write_strategies(step, chooser.last_stage)
+        writer.write_rows("strategies", step, chooser.last_stage)
     writer.close()
     found = lines(tmp_path / "strategies.jsonl")
     assert [row for row in found if row["step"] == 1] == [
@@ -266,13 +266,13 @@ def test_a_student_that_never_learns_is_measured_beside_the_one_that_does():
     policy = make(jax.random.key(0), dataclasses.replace(tiny_run.CONFIG, vocab_size=4))
     config = dataclasses.replace(CONFIG, microbatch_rows=4, length_bucket=16)
     learner = Learner("drafter", DISTILLATION, optax.adam(1e-2), config)
-    given = (policy, responses_of(8, 16, 4), Distillation(learner, 8))
     part = functools.partial(student_of, layers=1)
     student = trained(policy, learner.optimizer, part=part)
     frozen = part(policy)
+    given = (policy, responses_of(8, 16, 4), Distillation(learner, 8, frozen))
     found = []
     for _ in range(6):
-        student, seen = distill(student, *given, step=0, frozen=frozen)
+        student, seen = distill(student, *given, step=0)
         found.append((seen["drafter/acceptance"], seen["drafter/acceptance_frozen"]))
     assert found[0][0] == found[0][1] > 0.1
     assert all(frozen == pytest.approx(found[0][1]) for _, frozen in found)

@@ -16,11 +16,11 @@ from rlhf_jax.generation.speculative import protocol
 from rlhf_jax.runtime.extensions import Table, is_of_file
 
 OWN = """
+import dataclasses
 import jax.numpy as jnp
 import rlhf_jax
 from rlhf_jax.generation.speculative.drafters.search import Found, SearchDrafter
 from rlhf_jax.generation.strategy.acceptance import RANKS
-from rlhf_jax.objectives.reward import RewardObjective
 
 
 def from_the_best(rewards, samples_per_prompt):
@@ -46,9 +46,7 @@ class Repeats(SearchDrafter):
         return Found(tokens, confidence=jnp.ones(len(last), jnp.int8))
 
 
-class Doubled(RewardObjective):
-    def title(self, config):
-        return "my own objective"
+DOUBLED = dataclasses.replace(rlhf_jax.GRPO, title="my own algorithm")
 """
 SCORES = """
 import asyncio
@@ -83,7 +81,7 @@ class Lines:
     def close(self):
         self.file.close()
 """
-NAMES = {"advantage.estimator": "ESTIMATOR", "training.loss": "loss", "objective": "Doubled"}
+NAMES = {"algorithm.estimator": "ESTIMATOR", "algorithm.loss": "loss", "algorithm.name": "DOUBLED"}
 
 
 def command(folder, **changes):
@@ -112,7 +110,7 @@ def test_all_come_from_one_short_file(tmp_path):
         assert len(source.splitlines()) < 40 and "._" not in source
     done = run(command(tmp_path, generation__strategy="repeats-chain-2"))
     assert done.returncode == 0, done.stderr
-    assert "my own objective" in (tmp_path / "run" / "report.html").read_text()
+    assert "my own algorithm" in (tmp_path / "run" / "report.html").read_text()
     heard = tiny_run.lines(tmp_path / "run" / "lines.jsonl")
     assert [row["step"] for row in heard] == [0, 1, 2]
     assert heard[0]["reward/one/letters"] > 0 == heard[0]["reward/later/failed"]
@@ -176,12 +174,12 @@ def test_a_drafter_is_chosen_where_it_pays(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "sentence"),
     [
-        ("advantage__estimator", "{own}:loss", "is no rlhf_jax.Estimator"),
-        ("advantage__estimator", "{own}:nothing", "defines no 'nothing'"),
-        ("advantage__estimator", "medain", "must be one of gae, grpo"),
-        ("training__loss", "{folder}/none.py:loss", "there is no file"),
-        ("training__loss", "pppo", "must be one of ppo"),
-        ("objective", "{own}:loss", "is no objective: it has no title"),
+        ("algorithm__estimator", "{own}:loss", "is no rlhf_jax.Estimator"),
+        ("algorithm__estimator", "{own}:nothing", "defines no 'nothing'"),
+        ("algorithm__estimator", "medain", "must be one of gae, grpo"),
+        ("algorithm__loss", "{folder}/none.py:loss", "there is no file"),
+        ("algorithm__loss", "pppo", "must be one of ppo"),
+        ("algorithm__name", "{own}:loss", "is no rlhf_jax.Algorithm"),
         ("generation__drafters", "('{folder}/none.py:f',)", "there is no file"),
     ],
 )

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec
 from test_memory import LLAMA_8B, TWO_LAYERS
 from test_pod import Target, micro_batch
 
-from rlhf_jax.algorithms.policy_gradient import POLICY_LOSS
-from rlhf_jax.config import schema
+from rlhf_jax.algorithms.grpo import POLICY_LOSS
+from rlhf_jax.config import default
 from rlhf_jax.mesh import ONE_DEVICE, make_mesh
 from rlhf_jax.model import transformer
 from rlhf_jax.model.flops import count_flops
@@ -135,7 +135,7 @@ def test_each_device_of_a_mesh_counts():
 
 
 def test_a_gradient_of_8b_is_counted_in_about_a_second():
-    config = schema.default()
+    config = default()
     config.data.max_prompt_tokens = 512
     config.generation.max_new_tokens = 512
     config.training.microbatch_rows = 2

@@ -16,7 +16,7 @@ from rlhf_jax.setup import run as run_of
 
 pytestmark = pytest.mark.usefixtures("compiled_soon")
 
-PPO = {"advantage__estimator": "gae", "training__minibatches": 2}
+PPO = {"algorithm__name": "ppo", "training__minibatches": 2}
 STEPS = 2
 launch = runpy.run_path(str(ROOT / "launch" / "train.py"), run_name="launch")
 

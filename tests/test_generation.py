@@ -22,7 +22,7 @@ from rlhf_jax.generation.speculative.drafters import model as model_drafter
 from rlhf_jax.generation.speculative.drafters.lookup import LOOKUP
 from rlhf_jax.generation.speculative.drafters.search import propose
 from rlhf_jax.generation.speculative.round import run_round
-from rlhf_jax.generation.speculative.sampling import Sampling
+from rlhf_jax.generation.speculative.sampling import UNTRUNCATED, Sampling
 from rlhf_jax.generation.stop_strings import StopStrings
 from rlhf_jax.inference.scoring import score_sequences
 from rlhf_jax.model.transformer import forward, init, logits, unstack
@@ -121,6 +121,66 @@ def test_truncated_sampling_is_replayable_too(target, drafter, sampling, plain_t
     for strategy in ("model-tree-2x2", "lookup-chain-3"):
         how = decoding(strategy, sampling=sampling)
         assert_equal(target, run(target, drafter, how), plain, how)
+
+
+TEMPERATURES = (0.0, 0.7, 1.3)
+
+
+def at_temperatures() -> list[Request]:
+    """The tiny stage's requests, whose temperatures take turns."""
+    turns = zip(requests(), itertools.cycle(TEMPERATURES), strict=False)
+    return [dataclasses.replace(one, temperature=heat) for one, heat in turns]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rule", "top_k"),
+    [
+        ("plain", "replayable", 0),
+        ("model-tree-2x2", "replayable", 0),
+        ("lookup-chain-4", "replayable", 20),
+        ("model-chain-3", "rejection", 0),
+        slow("model-tree-2x2", "rejection", 20),
+    ],
+)
+def test_samples_of_a_batch_are_those_of_a_batch_of_their_temperature(
+    target, drafter, strategy, rule, top_k, plain_text
+):
+    """Token by token; under 'replayable' they are plain text, too."""
+    how = decoding(strategy, acceptance=rule)
+    how = dataclasses.replace(how, sampling=Sampling(0.4, top_k))
+    mixed = run(target, drafter, how, at_temperatures())
+    for temperature in TEMPERATURES:
+        law = Sampling(temperature, top_k)
+        uniform = (
+            plain_text(law)
+            if rule == "replayable"
+            else run(target, drafter, dataclasses.replace(how, sampling=law))
+        )
+        own = [one for one in mixed.values() if one.request.temperature == temperature]
+        assert len(own) == 8
+        for sample in own:
+            alone = uniform[sample.sample_id]
+            assert sample.tokens == alone.tokens
+            np.testing.assert_allclose(sample.logprobs, alone.logprobs, atol=1e-5)
+            np.testing.assert_array_equal(sample.support, alone.support)
+
+
+def test_other_temperatures_need_no_other_program(target, drafter, compilations):
+    for strategy, rule in (("plain", "replayable"), ("model-tree-2x2", "rejection")):
+        run(target, drafter, decoding(strategy, acceptance=rule))
+        with compilations() as seen:
+            run(target, drafter, decoding(strategy, acceptance=rule), at_temperatures())
+            run(target, drafter, decoding(strategy, acceptance=rule, sampling=GREEDY))
+        assert not seen, strategy
+    hot = decoding(sampling=Sampling(1.5), seed=4)
+    assert hot.of_programs == decoding().of_programs
+    assert hot.of_programs != decoding(sampling=Sampling(1.5, top_k=2)).of_programs
+
+
+@pytest.mark.parametrize("temperature", [-0.5, float("inf"), float("nan")])
+def test_a_request_refuses_a_temperature_that_is_none(temperature):
+    with pytest.raises(ValueError, match=f"temperature is {temperature}; give 0"):
+        Request(np.arange(3, dtype=np.int32), (0,), 4, temperature=temperature)
 
 
 def test_a_perfect_drafter_is_always_accepted(target):
@@ -335,7 +395,7 @@ def test_the_donated_cache_is_not_copied(target):
         drafts = jnp.zeros((3, trees.bucket(strategy) - 1), jnp.int32)
         tree = trees.as_data(strategy, 3)
         lowered = run_round.lower(
-            target, state, drafts, None, tree, sampling=SAMPLED, stop_tokens=(STOP,)
+            target, state, drafts, None, tree, truncation=UNTRUNCATED, stop_tokens=(STOP,)
         )
         text = str(lowered.compile().as_text())
         shapes = {
@@ -369,10 +429,11 @@ def _state(target, drafter, rows: int):
     prefix = row_verbs.prefill(target, drafter, tokens, jnp.arange(rows, dtype=jnp.int32) + 4)
     places = jnp.arange(rows, dtype=jnp.int32)
     key = jnp.stack([jnp.full((rows,), 5, jnp.uint32), places.astype(jnp.uint32)], axis=1)
+    temperature = jnp.asarray(np.resize(np.array([1.0, 0.0, 0.7], np.float32), rows))
     history = jnp.full((rows, 8), -1, jnp.int32)
     earlier = jnp.zeros((rows, 0), jnp.int32)
     admission = row_verbs.Admission(
-        places, places, jnp.full((rows,), 80, jnp.int32), key, history, earlier
+        places, places, jnp.full((rows,), 80, jnp.int32), key, temperature, history, earlier
     )
     return row_verbs.admit(state, prefix, admission)
 
@@ -380,13 +441,12 @@ def _state(target, drafter, rows: int):
 def _round(target, drafter, state, strategy):
     rows = len(state.done)
     window = None
-    sampling = Sampling(1.0)
     drafts = jnp.zeros((rows, 0), jnp.int32)
     if strategy.drafter == "model":
-        drafts, _, window, _ = model_drafter.propose(drafter, state, strategy, sampling)
+        drafts, _, window, _ = model_drafter.propose(drafter, state, strategy, UNTRUNCATED)
     tree = trees.as_data(strategy, rows)
     state, emission = run_round(
-        target, state, drafts, None, tree, sampling=sampling, stop_tokens=()
+        target, state, drafts, None, tree, truncation=UNTRUNCATED, stop_tokens=()
     )
     if window is not None:
         state = model_drafter.commit(state, window, emission.path, emission.count, strategy)

@@ -61,9 +61,10 @@ def test_verify_head_lowers_for_hopper(name, rows, nodes):
     blocks = -(-shape.vocab // BLOCK)
     weights = struct((shape.vocab, shape.width) if shape.tied else (shape.width, shape.vocab))
     inputs = struct((count, shape.width)), weights, struct((count, blocks), jnp.float32)
-    text = assert_one_kernel(head.verify_head.trace(*inputs, temperature=1.0, tied=shape.tied))
+    temperature = struct((count,), jnp.float32)
+    text = assert_one_kernel(head.verify_head.trace(*inputs, temperature, tied=shape.tied))
     assert f"{count}x{shape.vocab}x" not in text
-    cut = hopper.plan(count, shape.width, shape.vocab, tied=shape.tied, temperature=1.0)
+    cut = hopper.plan(count, shape.width, shape.vocab, tied=shape.tied)
     assert cut.slices * cut.rows * BLOCK <= max(1 << 23, count * shape.vocab // 8)
 
 
@@ -128,8 +129,9 @@ def test_sizes_that_fit_no_tile_lower():
     assert_one_kernel(
         attention.tree_attention.trace(*attention_structs(shape, 3, 5, SLOTS + 9, 70))
     )
-    inputs = struct((7, 576)), struct((576, 49152 - 192)), None
-    assert_one_kernel(head.verify_head.trace(*inputs, temperature=0.0, tied=False))
+    inputs = struct((7, 576)), struct((576, 49152 - 192)), struct((7, 192), jnp.float32)
+    temperature = struct((7,), jnp.float32)
+    assert_one_kernel(head.verify_head.trace(*inputs, temperature, tied=False))
 
 
 def attention_structs(shape, rows: int, nodes: int, slots: int, window: int) -> list:
@@ -213,16 +215,17 @@ def head_inputs(shape, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return hidden, weights * jnp.bfloat16(0.25), noise
 
 
-def head_law(hidden, weights, noise, temperature: float, tied: bool):
+def head_law(hidden, weights, noise, temperature: np.ndarray, tied: bool):
     """Normaliser, score, block and inside in float64."""
     hidden = np.asarray(hidden, np.float64)
     weights = np.asarray(weights, np.float64)
-    logits = hidden @ (weights.T if tied else weights) / (temperature or 1.0)
+    greedy = temperature[:, None] == 0
+    logits = hidden @ (weights.T if tied else weights) / np.where(greedy, 1, temperature[:, None])
     short = -logits.shape[1] % BLOCK
     blocks = np.pad(logits, [(0, 0), (0, short)], constant_values=-np.inf).reshape(
         len(hidden), -1, BLOCK
     )
-    scores = np.logaddexp.reduce(blocks, -1) + noise if temperature else blocks.max(-1)
+    scores = np.where(greedy, blocks.max(-1), np.logaddexp.reduce(blocks, -1) + noise)
     block = scores.argmax(-1)
     return (
         np.logaddexp.reduce(logits, -1),
@@ -234,21 +237,22 @@ def head_law(hidden, weights, noise, temperature: float, tied: bool):
 
 @runs_on_gpu
 @pytest.mark.parametrize(
-    ("name", "rows", "temperature"),
+    ("name", "rows"),
     [
-        ("qwen3_8b", 5, 0.7),  # half a block at the end of the vocabulary
-        ("smollm2_135m", 3, 0.0),  # greedy, tied, a width of 5 chunks
-        pytest.param("qwen3_0.6b", 70, 1.0, marks=pytest.mark.slow),  # two warpgroups
-        pytest.param("llama3_8b", 200, 0.0, marks=pytest.mark.slow),  # two tiles
+        ("qwen3_8b", 5),  # half a block at the end of the vocabulary
+        ("smollm2_135m", 3),  # tied, a width of 5 chunks
+        pytest.param("qwen3_0.6b", 70, marks=pytest.mark.slow),  # two warpgroups
+        pytest.param("llama3_8b", 200, marks=pytest.mark.slow),  # two tiles
     ],
 )
-def test_verify_head_follows_its_law(name, rows, temperature):
-    """The law's block at every node, and numbers within 1e-2 of the largest of each node."""
+def test_verify_head_follows_its_law(name, rows):
+    """The law's block at every node, and numbers within 1e-2 of the largest of each node; each
+    node has one of three temperatures.
+    """
     shape = reduced(SHAPES[name])
     hidden, weights, noise = head_inputs(shape, rows)
-    parts = on_gpu(head.verify_head)(
-        hidden, weights, noise if temperature else None, temperature=temperature, tied=shape.tied
-    )
+    temperature = np.resize(np.array([0.7, 0.0, 1.0], np.float32), rows)
+    parts = on_gpu(head.verify_head)(hidden, weights, noise, temperature, tied=shape.tied)
     normaliser, score, block, inside = head_law(hidden, weights, noise, temperature, shape.tied)
     np.testing.assert_array_equal(parts.block, block)
     np.testing.assert_allclose(parts.normaliser, normaliser, rtol=1e-2)
@@ -267,8 +271,9 @@ def test_the_best_block_may_be_the_short_last_one():
     shape = reduced(SHAPES["qwen3_8b"])
     hidden, weights, noise = head_inputs(shape, 2)
     noise[:, -1] += 1000
-    parts = on_gpu(head.verify_head)(hidden, weights, noise, temperature=1.0, tied=False)
-    *_, block, inside = head_law(hidden, weights, noise, 1.0, False)
+    temperature = np.ones(2, np.float32)
+    parts = on_gpu(head.verify_head)(hidden, weights, noise, temperature, tied=False)
+    *_, block, inside = head_law(hidden, weights, noise, temperature, False)
     np.testing.assert_array_equal(parts.block, block)
     assert np.all(block == noise.shape[1] - 1)
     assert np.all(np.isneginf(parts.inside[:, 128:]))
@@ -277,16 +282,13 @@ def test_the_best_block_may_be_the_short_last_one():
 
 def test_verify_head_refuses_what_it_cannot_serve():
     hidden, weights, noise = head_inputs(reduced(SHAPES["qwen3_8b"]), 1)
+    temperature = np.ones(1, np.float32)
     with pytest.raises(ValueError, match="serves bfloat16, not float32"):
         head.verify_head(
-            hidden.astype(np.float32),
-            weights.astype(np.float32),
-            noise,
-            temperature=1.0,
-            tied=False,
+            hidden.astype(np.float32), weights.astype(np.float32), noise, temperature, tied=False
         )
     with pytest.raises(ValueError, match="no whole tiles"):
-        head.verify_head(hidden, weights[:, :-1], noise, temperature=1.0, tied=False)
+        head.verify_head(hidden, weights[:, :-1], noise, temperature, tied=False)
 
 
 # Warpgroups beside each other
@@ -301,7 +303,8 @@ def two_warpgroups_attend():
 
 def two_warpgroups_draw():
     shape = dataclasses.replace(SHAPES["llama3_8b"], width=128, vocab=640)
-    return head.verify_head(*head_inputs(shape, 70), temperature=1.0, tied=False, interpret=True)
+    temperature = jnp.ones(70)
+    return head.verify_head(*head_inputs(shape, 70), temperature, tied=False, interpret=True)
 
 
 def two_warpgroups_differentiate():

@@ -67,7 +67,7 @@ def test_a_loss_of_groups_is_the_loops_however_they_are_packed(tiny, rows, row_s
     given = in_groups(tiny.vocab_size)
     loss = GroupLoss(spread)
     weights = np.zeros(given.mask.shape, np.float32)
-    known = with_shares(given, weights, kl_weight=0.0)
+    known = with_shares(given, weights)
 
     @functools.partial(jax.jit, static_argnames="settings")
     def share(model, batch, settings):

@@ -99,7 +99,7 @@ MESH = "rlhf_jax/mesh.py"
 CASES = {
     "imports_that_rise": (
         [{TYPES: "from rlhf_jax import mesh", MESH: ""}, {"rlhf_jax/nowhere.py": "x = 1"}],
-        [{"rlhf_jax/rollout.py": "from rlhf_jax import types", TYPES: ""}],
+        [{"rlhf_jax/iteration.py": "from rlhf_jax import types", TYPES: ""}],
     ),
     "import_cycles": (
         [{TYPES: "def f():\n    from . import mesh", MESH: "from rlhf_jax.types import x"}],

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from test_distill import responses_of
 
-from rlhf_jax.inference.scoring import ScoringSettings, compile_scores, score
+from rlhf_jax.inference.scoring import ScoringSettings, score
 from rlhf_jax.mesh import Layout, make_mesh, model_shardings
 from rlhf_jax.model.transformer import init
 from rlhf_jax.placement.idle import fetched, put_aside
+from rlhf_jax.runtime.compilation import compile_only, shapes
 from rlhf_jax.types import Model, ModelConfig
 
 
@@ -45,7 +46,7 @@ def test_a_reference_scores_from_where_it_waits(model, layout):
     settings = ScoringSettings({"reference": layout}, temperature=1.0, microbatch_rows=4)
     wanted, _ = score(texts, {"reference": model}, settings)
     aside = {"reference": put_aside(model)}
-    compile_scores(texts, aside, settings)
+    score(texts, shapes(aside), settings, execute=compile_only)
     found, _ = score(texts, aside, settings)
     name = "reference_logprobs"
     np.testing.assert_array_equal(wanted.columns[name], found.columns[name])

@@ -229,7 +229,6 @@ def test_the_floor_is_the_longer_of_reading_and_multiplying():
 def test_a_vocabulary_that_is_filled_up_by_a_block_gives_the_same_draws():
     """600 tokens are three blocks, and two shares of whole blocks are four."""
     mesh = meshes.make_mesh(2, 1, 2, jax.devices()[:4])
-    sampling = Sampling(0.8)
     model = unstack(init(jax.random.key(0), ModelConfig("llama", 600, 32, 48, 1, 4, 2, 8, 128)))
     hidden = jax.random.normal(jax.random.key(1), (4, 3, 32))
     key = jnp.arange(24, dtype=jnp.uint32).reshape(4, 3, 2)
@@ -238,9 +237,10 @@ def test_a_vocabulary_that_is_filled_up_by_a_block_gives_the_same_draws():
     padded = decoding_weights(stack(model), layout)
     noise = block_noise(key, position, len(padded.embed))
     assert noise.shape[-1] == 4
-    found = jax.jit(laid.verify_head(layout), static_argnums=3)(padded, hidden, noise, 0.8)
-    ours = draw_inside(found, key, position, sampling)
-    theirs = draw(logits(model, hidden), key, position, sampling)
+    temperature = jnp.array([0.8, 1.0, 0.0, 1.3])[:, None] * jnp.ones((4, 3))
+    found = jax.jit(laid.verify_head(layout))(padded, hidden, noise, temperature)
+    ours = draw_inside(found, key, position, temperature)
+    theirs = draw(logits(model, hidden), key, position, temperature)
     np.testing.assert_array_equal(ours.token, theirs.token)
     np.testing.assert_allclose(ours.logprob, theirs.logprob, atol=1e-5)
 

@@ -19,18 +19,19 @@ import test_resume
 import tiny_run
 from tiny_run import ROOT, lines
 
-from rlhf_jax import rlhf, setup
+from rlhf_jax import iteration, setup
 from rlhf_jax.config import derived, generation_checks, memory, schema
 from rlhf_jax.config.command_line import read
+from rlhf_jax.config.defaults import default
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.generation.ahead import SamplesAhead, restore_samples
 from rlhf_jax.generation.requests import Request, Sample, as_sequences
 from rlhf_jax.placement.presets import plan_of
-from rlhf_jax.rollout import draw_ahead
 from rlhf_jax.runtime.beside import Abandoned, WorkBeside
 from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.session import Session
-from rlhf_jax.state import decoding_models
+from rlhf_jax.sources import rollouts
+from rlhf_jax.sources.ahead import RolloutsAhead, samples_ahead
 from rlhf_jax.training.importance import importance_weights, weigh_advantages
 from rlhf_jax.types import ModelConfigs
 
@@ -171,12 +172,12 @@ def test_what_work_beside_raises_is_raised_where_it_is_asked_for():
             beside.check()
 
 
-# It inherits from an objective that may lag, and has a step of its own.
-ONLINE_DPO = ROOT / "docs" / "examples" / "new_objective.py:OnlineDpo"
+# It reads no advantages, which a lag would weigh.
+ONLINE_DPO = ROOT / "docs" / "examples" / "new_algorithm.py:ONLINE_DPO"
 
 
 def lagged(**changes) -> schema.Config:
-    config = schema.default()
+    config = default()
     changes = {"plan": "disaggregated", "training.lag": 1} | changes
     config.update_from_flattened_dict({k.replace("__", "."): v for k, v in changes.items()})
     return config
@@ -192,8 +193,8 @@ def lagged(**changes) -> schema.Config:
         ({"plan": "interleaved"}, "policy_training"),
         ({"generation__resample": 1}, "generation.resample waits for the rewards"),
         ({"generation__fuse_inference": True}, "leave fuse_inference out"),
-        ({"objective": "distill"}, "objective 'distill' takes no step on samples of older weights"),
-        ({"objective": f"{ONLINE_DPO}"}, "takes no step on samples of older weights"),
+        ({"algorithm__name": "distill"}, "'distill' does not weigh samples of older weights"),
+        ({"algorithm__name": f"{ONLINE_DPO}"}, "as it reads no advantages; set it to 0"),
     ],
 )
 def test_a_lag_that_cannot_be_is_told_in_a_sentence(changes, words):
@@ -250,12 +251,13 @@ def test_samples_are_one_update_behind_and_replayed(run):
     with contextlib.suppress(SystemExit), Session(opened) as session:
         state = session.restore()
         assert state is not None and state.step == 1
-        assert state.host.ahead is not None and state.host.ahead.drawn_at == 0
+        assert samples_ahead(state.host).drawn_at == 0
         asked = session.start(state)
-        models = decoding_models(state.models, asked)
-        stages = (asked.prompts, asked.generation, asked.rewards)
-        _, drawn = draw_ahead(models, state.host, state.step, *stages, lambda report: None)
-        decode = asked.rewards.tokenizer.decode
+        source = asked.source
+        assert isinstance(source, RolloutsAhead)
+        drawn = source.draw_ahead(source.models(state), state.host, lambda report: None)
+        drawn = samples_ahead(drawn)
+        decode = source.rewards.tokenizer.decode
         alone = [decode(sample.tokens) for sample in drawn.samples]
         raise SystemExit
     assert alone == [row["response"] for row in samples if row["step"] == 2]
@@ -283,18 +285,19 @@ def test_generation_holds_the_weights_once_as_is_foreseen(run, monkeypatch, lag)
 
     Without a lag they are gone before the update, which others' memory is foreseen for.
     """
-    place = rlhf.decoding_models
-    update = rlhf.update
+    changes = LAGGED | {"steps": 3, "training__lag": lag}
+    config = read(run.command("run", **changes))
+    place = rollouts.decoding_models
+    update = iteration.learn
     left = jax.live_arrays()  # by tests before; held, so that none of them goes meanwhile
     found = []
     devices_of_generation = []
 
-    def measured(train, asked):
-        layout = asked.generation.layout
+    def measured(train, frozen, layout):
         devices_of_generation[:] = layout.devices.flat
         before = held_by(layout.devices.flat, left)
-        models = jax.block_until_ready(place(train, asked))
-        parts = memory.plan(asked.config, ModelConfigs(models[0].config), {"generation": layout})
+        models = jax.block_until_ready(place(train, frozen, layout))
+        parts = memory.plan(config, ModelConfigs(models[0].config), {"generation": layout}, True)
         foreseen = next(part.bytes for part in parts if part.name == "policy, for generation")
         found.append((before, held_by(layout.devices.flat, left), foreseen))
         return models
@@ -303,9 +306,9 @@ def test_generation_holds_the_weights_once_as_is_foreseen(run, monkeypatch, lag)
         assert lag or held_by(devices_of_generation, left) == 0
         return update(*given, **how)
 
-    monkeypatch.setattr(rlhf, "decoding_models", measured)
-    monkeypatch.setattr(rlhf, "update", updated)
-    run("run", **LAGGED | {"steps": 3, "training__lag": lag})
+    monkeypatch.setattr(rollouts, "decoding_models", measured)
+    monkeypatch.setattr(iteration, "learn", updated)
+    run("run", **changes)
     assert len(found) == 3
     for before, after, foreseen in found:
         # the head's rows are filled up to whole blocks of the vocabulary, which is small here

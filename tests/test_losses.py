@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from learning import packed_of
 
-from rlhf_jax.algorithms.policy_gradient import clipped_values, policy_gradient
+from rlhf_jax.algorithms.grpo import policy_gradient
+from rlhf_jax.algorithms.ppo import clipped_values
 from rlhf_jax.losses.aggregate import AGGREGATES
 from rlhf_jax.losses.kl import KL
 from rlhf_jax.losses.policy import LossTerms, ppo

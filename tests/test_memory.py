@@ -17,9 +17,11 @@ import pytest
 
 from benchmarks import compiled
 from rlhf_jax import mesh
-from rlhf_jax.algorithms.policy_gradient import CRITIC_LOSS, POLICY_LOSS
-from rlhf_jax.config import command_line, host, memory, memory_parts, validation
+from rlhf_jax.algorithms.grpo import POLICY_LOSS
+from rlhf_jax.algorithms.ppo import CRITIC_LOSS
+from rlhf_jax.config import command_line, derived, host, memory, memory_parts, validation
 from rlhf_jax.config import schema as configs
+from rlhf_jax.config.defaults import default
 from rlhf_jax.generation import rows, scheduler
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.inference.scoring import score_packed
@@ -88,7 +90,7 @@ class Setup(NamedTuple):
     gigabytes: float
 
 
-PPO_8B = ModelConfigs(LLAMA_8B, LLAMA_1B, REWARD_8B, (REWARD_8B,))
+PPO_8B = ModelConfigs(LLAMA_8B, LLAMA_1B, {"critic": REWARD_8B}, (REWARD_8B,))
 LARGE = {
     "grpo_llama32_1b": Setup(ModelConfigs(LLAMA_1B), 1, 80.0),
     "grpo_gsm8k": Setup(ModelConfigs(QWEN_05B), 1, 80.0),
@@ -99,7 +101,7 @@ LARGE = {
 }
 CONFIGS = LARGE | {
     "quickstart": Setup(ModelConfigs(SMOLLM2), 1, 4.0),
-    "quickstart_ppo": Setup(ModelConfigs(SMOLLM2, critic=SMOLLM2), 1, 7.0),
+    "quickstart_ppo": Setup(ModelConfigs(SMOLLM2, critics={"critic": SMOLLM2}), 1, 7.0),
 }
 
 
@@ -118,7 +120,17 @@ def planned(name: str) -> list[memory_parts.Part]:
     config = load(name)
     sizes = LARGE[name]
     shape = mesh.sizes(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, sizes.devices)
-    return memory.plan(config, sizes.models, planning(jnp.bfloat16, **shape))
+    return everywhere(config, sizes.models, planning(jnp.bfloat16, **shape))
+
+
+def everywhere(
+    config: configs.Config, models: ModelConfigs, layout: Layout, remat: bool | None = None
+) -> list[memory_parts.Part]:
+    """The parts of a run whose calls all have one layout, of all models that are given."""
+    scored = [f"{role}_inference" for role in ("policy", "critic", "reward")]
+    calls = (*derived.calls(config), *scored, "critic_training")
+    again = config.training.remat != "off" if remat is None else remat
+    return memory.plan(config, models, dict.fromkeys(calls, layout), again)
 
 
 def planning(dtype: Any = jnp.float32, **shape: int) -> Layout:
@@ -137,7 +149,7 @@ def held(tree) -> int:
 
 @pytest.fixture
 def config():
-    config = configs.default()
+    config = default()
     config.data.max_prompt_tokens = 32
     config.generation.max_new_tokens = 32
     return config
@@ -155,8 +167,9 @@ def test_weights_optimizer_and_caches_are_exact(tiny, config, shape):
     copy = jax.device_put(half, mesh.model_shardings(half, Layout(devices, "generation")))
     config.generation.strategy = "lookup-chain-4"
     config.generation.history_tokens = 0
+    config.algorithm.name = "ppo"
     half_layout = dataclasses.replace(layout, dtype=jnp.dtype(jnp.bfloat16))
-    parts = memory.plan(config, ModelConfigs(tiny, tiny, tiny), half_layout)
+    parts = everywhere(config, ModelConfigs(tiny, tiny, {"critic": tiny}), half_layout)
     slots = scheduler.cache_slots(64, [tree.parse(config.generation.strategy)], layout)
     state = rows.empty(tiny, tiny, 32, slots, 0, 0, half_layout)
     found = by_name(parts)
@@ -176,7 +189,7 @@ def test_weights_optimizer_and_caches_are_exact(tiny, config, shape):
 
 def test_parts_that_are_not_there_are_not_listed(tiny, config):
     config.kl.coefficient = 0.0
-    names = by_name(memory.plan(config, ModelConfigs(tiny), planning()))
+    names = by_name(everywhere(config, ModelConfigs(tiny), planning()))
     others = {
         "reference",
         "reward models",
@@ -189,20 +202,21 @@ def test_parts_that_are_not_there_are_not_listed(tiny, config):
 
 def test_the_larger_of_the_policys_and_the_critics_gradient_counts(tiny, config):
     large = dataclasses.replace(tiny, ffn_width=1024)
+    config.algorithm.name = "ppo"
 
-    def gradients(*models) -> int:
-        parts = memory.plan(config, ModelConfigs(*models), planning())
+    def gradients(policy, **critics) -> int:
+        parts = everywhere(config, ModelConfigs(policy, critics=critics), planning())
         return by_name(parts)["gradients, float32"]
 
-    assert gradients(tiny) < gradients(tiny, None, large)
-    assert gradients(large) == gradients(large, None, tiny)
+    assert gradients(tiny) < gradients(tiny, critic=large)
+    assert gradients(large) == gradients(large, critic=tiny)
 
 
 def test_reward_models_are_always_there_and_add_up(tiny, config):
     reward = dataclasses.replace(tiny, scalar_head=True, tied=False)
 
     def rewards(*models) -> int:
-        parts = memory.plan(config, ModelConfigs(tiny, rewards=models), planning())
+        parts = everywhere(config, ModelConfigs(tiny, rewards=models), planning())
         return next(
             part.bytes for part in parts if part.name == "reward models" and part.stage == "always"
         )
@@ -214,7 +228,7 @@ def test_models_that_wait_on_the_host_count_while_they_score(tiny, config):
     models = ModelConfigs(tiny, rewards=(dataclasses.replace(tiny, scalar_head=True, tied=False),))
 
     def stages() -> set[str]:
-        parts = memory.plan(config, models, planning())
+        parts = everywhere(config, models, planning())
         return {part.stage for part in parts if part.name in ("reference", "reward models")}
 
     assert stages() == {"always"}
@@ -236,7 +250,7 @@ def test_the_peak_is_what_is_always_there_and_the_larger_stage():
 
 def test_what_does_not_fit_says_what_to_change(config):
     config.generation.update(max_rows=1024, max_new_tokens=4096)
-    parts = memory.plan(config, ModelConfigs(LLAMA_8B), planning(jnp.bfloat16, fsdp=8))
+    parts = everywhere(config, ModelConfigs(LLAMA_8B), planning(jnp.bfloat16, fsdp=8))
     with pytest.raises(
         ValueError,
         match=r"in generation and has 80.0 GB; .* key-value cache .* lower generation.max_rows",
@@ -248,7 +262,7 @@ def test_what_does_not_fit_says_what_to_change(config):
 def test_remat_and_more_shards_need_less(config):
     def kept(remat: str, fsdp: int) -> int:
         config.training.remat = remat
-        parts = memory.plan(config, ModelConfigs(LLAMA_1B), planning(jnp.bfloat16, fsdp=fsdp))
+        parts = everywhere(config, ModelConfigs(LLAMA_1B), planning(jnp.bfloat16, fsdp=fsdp))
         return by_name(parts)["activations kept by layer"]
 
     assert kept("on", 8) < kept("on", 4) < kept("off", 4)
@@ -256,7 +270,7 @@ def test_remat_and_more_shards_need_less(config):
 
 def test_remat_is_settled_by_the_plan(config):
     where = ModelConfigs(LLAMA_1B), planning(jnp.bfloat16, fsdp=4)
-    parts = memory.plan(config, *where, remat=False)
+    parts = everywhere(config, *where, remat=False)
     _, without = memory_parts.peak(parts)
     assert memory.settle_remat(config, parts, without / memory.ROOM * 1.01)[0] is False
     remat, reason = memory.settle_remat(config, parts, without)
@@ -313,7 +327,7 @@ def test_a_host_holds_all_its_devices_and_the_texts(config, monkeypatch):
     ):
         host.check(config, [(6, [part])], held_out=0, on_cpu=True)
     host.check(config, [(6, [part])], held_out=0)
-    reference = dataclasses.replace(part, name="reference")
+    reference = dataclasses.replace(part, name="reference", remedy=memory_parts.SPLIT_OR_ASIDE)
     host.check(config, [(6, [reference])], held_out=0)
     config.mesh.idle_on_host = True
     with pytest.raises(
@@ -376,7 +390,7 @@ def update_program(at, pod):
 
 
 def critic_program(at, pod):
-    critic = pod.critic_weights(at.models.critic, at.layout)
+    critic = pod.critic_weights(at.models.critics["critic"], at.layout)
     return pod.gradient_program(at, critic, CRITIC_LOSS)
 
 
@@ -452,14 +466,16 @@ def test_each_formula_is_near_what_the_compiler_says(name, config):
     config.training.remat = "off" if name == "update, no remat" else "on"
     models = ModelConfigs(dataclasses.replace(TWO_LAYERS, vocab_size=vocab_size))
     if formula.program is critic_program:
-        models = models._replace(critic=dataclasses.replace(TWO_LAYERS, scalar_head=True))
+        models = models._replace(
+            critics={"critic": dataclasses.replace(TWO_LAYERS, scalar_head=True)}
+        )
     if formula.program is student_program:
         config.generation.strategy = "model-chain-4"
         config.drafter.update(layers=1, learning_rate=1e-3)
-        config.objective = "distill"
+        config.algorithm.name = "distill"
         models = models._replace(drafter=student_config(models.policy, 1))
     at = test_pod.Target(config, models, Layout(mesh.make_mesh(devices=jax.devices()[:1])))
-    parts = by_name(memory.plan(*at))
+    parts = by_name(everywhere(*at))
     sizes = formula.program(at, test_pod).memory_analysis()
     needed = sizes.temp_size_in_bytes + sizes.output_size_in_bytes
     error = parts[formula.part] / (needed - sum(parts[exact] for exact in formula.exact)) - 1

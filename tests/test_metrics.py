@@ -16,11 +16,17 @@ from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttribut
 
 from rlhf_jax.monitoring import console as consoles
 from rlhf_jax.monitoring import metrics, phases
+from rlhf_jax.monitoring.console import STEP_COLUMNS
 from rlhf_jax.monitoring.parts import PhaseParts
+
+# of a step's line on screen, but for what only some runs have
+COMMON = [column for column in STEP_COLUMNS if "drafter" not in column[1]]
 
 
 def row(step, **more):
-    return {key: 0.5 for key in metrics.REQUIRED} | {"step": step, "generation/rounds": 20} | more
+    """The numbers of a run that has rewards."""
+    keys = (*metrics.REQUIRED, *(key for _, key, _, _ in COMMON))
+    return {key: 0.5 for key in keys} | {"step": step, "generation/rounds": 20} | more
 
 
 def read(path):
@@ -77,8 +83,8 @@ def test_a_resumed_run_writes_no_step_twice(tmp_path):
     first = metrics.Writer(tmp_path, 1)
     for step in (1, 2, 3):
         first.write(row(step))
-        first.write_samples(
-            step, [{"prompt": "p", "response": "schön\u2028", "reward": np.float32(0.5)}]
+        first.write_rows(
+            "samples", step, [{"prompt": "p", "response": "schön\u2028", "reward": np.float32(0.5)}]
         )
     first.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -118,8 +124,8 @@ def run_progress(console, clock, monkeypatch, steps=3):
 
 def test_plain_lines_fit_a_hundred_columns_and_line_up(monkeypatch):
     lines = run_progress(screen(), [0.0], monkeypatch).splitlines()
-    heading = lines[0]
     steps = [line for line in lines if re.search(r"0:\d\d:\d\d$", line)]
+    heading = lines[lines.index(steps[0]) - 1]
     assert heading.split()[:3] == ["step", "reward", "kl"] and len(heading) <= 100
     assert len(steps) == 3 and {len(line) for line in steps} == {len(heading)}
     # tokens a row gains in a round; 37 steps of 3 s
@@ -254,7 +260,7 @@ def test_tensorboard_holds_each_point_of_a_resumed_run_once(tmp_path):
     }
     assert {step for tag, step in found if tag == "eval/reward"} == {0, 1, 2, 3, 4}
     # step is none, eval is one
-    assert found["generation/rounds", 1] == 20 and len(found) == 5 * len(metrics.REQUIRED)
+    assert found["generation/rounds", 1] == 20 and len(found) == 5 * len(row(0))
     assert (tmp_path / "config.json").read_text() == '{"a": 1}\n' and not list(
         tmp_path.glob("earlier-*")
     )
@@ -263,7 +269,7 @@ def test_tensorboard_holds_each_point_of_a_resumed_run_once(tmp_path):
 def test_a_line_may_be_torn_at_any_byte(tmp_path):
     write_steps(metrics.open_run(tmp_path, "{}"), 0)
     first = metrics.Writer(tmp_path, 1)
-    first.write_samples(1, [{"response": "schön"}])
+    first.write_rows("samples", 1, [{"response": "schön"}])
     first.close()
     whole = (tmp_path / "samples.jsonl").read_bytes()
     for end in range(len(whole) + 1):
@@ -299,7 +305,7 @@ def test_what_cannot_be_written_is_named_in_one_sentence(tmp_path, monkeypatch):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limits[1]))
     try:
         with pytest.raises(OSError, match=r"samples\.jsonl cannot be written \(File too large\)"):
-            writer.write_samples(0, [{"response": "x" * 9000}])
+            writer.write_rows("samples", 0, [{"response": "x" * 9000}])
         writer.write_evaluation(0, {"x" * 3000: 1.0}, [])
         with pytest.raises(OSError, match=r"tensorboard cannot be written \(File too large\)"):
             writer.write(row(0, **{"x" * 3000: 1.0}))

@@ -29,7 +29,7 @@ MUTANTS = 100
 CORES = 2
 KILLED = 0.95
 QUICK = (  # files whose own tests take a few seconds
-    "algorithms/policy_gradient.py",
+    "algorithms/grpo.py",
     "losses/policy.py",
     "losses/kl.py",
     "training/importance.py",

@@ -61,6 +61,7 @@ def state_of(length, limit, done) -> DecodeState:
         limit=jnp.array(limit, jnp.int32),
         done=jnp.array(done, bool),
         key=jnp.zeros((rows, 2), jnp.uint32),
+        temperature=jnp.ones((rows,), jnp.float32),
         cache=(),
         history=nothing,
         earlier=nothing,

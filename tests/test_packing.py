@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from learning import sequences_of
 
-from rlhf_jax.algorithms.policy_gradient import CRITIC_LOSS, POLICY_LOSS
+from rlhf_jax.algorithms.grpo import POLICY_LOSS, GRPOOptions
+from rlhf_jax.algorithms.ppo import CRITIC_LOSS
 from rlhf_jax.inference.logprobs import CHUNK, head_logprobs, token_logprobs
 from rlhf_jax.inference.scoring import ScoringSettings, score, score_packed, score_sequences
 from rlhf_jax.losses.aggregate import token_mean_weights
-from rlhf_jax.losses.policy import LOSSES
 from rlhf_jax.mesh import ONE_DEVICE, Layout, make_mesh, model_shardings, place_rows
 from rlhf_jax.model.packed import read_packed
 from rlhf_jax.model.transformer import init
@@ -263,13 +263,13 @@ def test_loss_and_gradient_are_those_of_single_samples(tiny, shape, kind):
     gradient = jax.jit(jax.value_and_grad(share, has_aux=True), static_argnums=2)
 
     def differentiate(experience, weights, layout, length_bucket):
-        loss = LOSSES["gspo" if kind == "gspo" else "ppo"]
-        settings = TrainingSettings(layout=layout, remat=False, chunk=16, loss=loss)
+        options = GRPOOptions(loss="gspo" if kind == "gspo" else "ppo")
+        settings = TrainingSettings(layout=layout, remat=False, chunk=16, options=options)
         whole = model
         if layout.mesh is not None:
             whole = jax.device_put(model, model_shardings(model, layout))
         told = []
-        known = with_shares(experience, weights, 0.1)
+        known = with_shares(experience.with_columns(kl_weight=np.array(0.1, np.float32)), weights)
         for part in pack(known, 4, length_bucket, layout.row_shards):
             batch = place_rows(part.batch, layout)
             (loss, _), slope = gradient(whole, batch, settings)

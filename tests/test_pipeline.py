@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from benchmarks import pipeline
-from rlhf_jax.pipeline.check import check
+from benchmarks.schedule_check import check
 from rlhf_jax.pipeline.problem import (
     BACKWARD,
     FORWARD,
@@ -32,6 +32,7 @@ from rlhf_jax.pipeline.schedule import (
     starts_of,
 )
 from rlhf_jax.pipeline.search import solve
+from rlhf_jax.placement.pipelined import bubble_warnings
 
 INSTANCES = {one.name: one for one in pipeline.read_instances(pipeline.INSTANCES_TABLE)}
 SEEDS = 0, 1, 2
@@ -393,10 +394,12 @@ def test_bad_input_is_told_in_a_sentence():
 
 def test_the_bubble_of_few_micro_batches_is_what_a_stage_idles():
     policy = dataclasses.replace(small().pipes[0], micro_batches=2)
-    assert policy.bubble == pytest.approx(0.6)
     alone = one_f_one_b(PipelineProblem((policy,)))
     work = alone.tasks["seconds"][alone.tasks["node"] == 0].sum()
-    assert policy.bubble == pytest.approx(1 - work / alone.makespan)
+    assert 1 - work / alone.makespan == pytest.approx(0.6)
+    (said,) = bubble_warnings([("policy_training", policy.micro_batches, policy.stages)])
+    assert "2 micro-batches in a minibatch for 4 stages, so alone it idles for 60% of" in said
+    assert bubble_warnings([("policy_training", 4, 4)]) == []
 
 
 def test_the_command_prints_figures_and_draws_a_schedule(tmp_path):
@@ -425,8 +428,6 @@ def test_the_command_says_what_a_table_lacks(tmp_path):
 
 
 def test_schedules_need_no_jax():
-    told = (
-        "import sys, rlhf_jax.pipeline.search, rlhf_jax.pipeline.check; print('jax' in sys.modules)"
-    )
+    told = "import sys, rlhf_jax.pipeline.search; print('jax' in sys.modules)"
     asked = [sys.executable, "-c", told]
     assert subprocess.run(asked, capture_output=True, text=True, check=True).stdout == "False\n"

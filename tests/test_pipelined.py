@@ -24,7 +24,8 @@ from test_pipeline import gpipe
 from test_update import CONFIG, KL_WEIGHT, MANY, random_critic, random_experience
 
 from benchmarks.compiled import LLAMA_8B
-from rlhf_jax.algorithms.policy_gradient import CRITIC_LOSS, POLICY_LOSS
+from rlhf_jax.algorithms.grpo import POLICY_LOSS
+from rlhf_jax.algorithms.ppo import CRITIC_LOSS
 from rlhf_jax.mesh import bytes_per_device, model_shardings, place_rows
 from rlhf_jax.model.transformer import init
 from rlhf_jax.pipeline.problem import Pipe, PipelineProblem, lay_copies
@@ -89,7 +90,7 @@ def models_of(config) -> tuple[Model, Model, Sequences]:
 def new_state(policy: Model, critic: Model, layouts: CallLayouts | None) -> Models:
     """A state of copies, which lies as the layouts say."""
     policy, critic = jax.tree.map(jnp.copy, (policy, critic))
-    where = (layouts.policy_training, layouts.critic_training) if layouts else ()
+    where = (layouts["policy_training"], layouts["critic_training"]) if layouts else ()
     if not where:
         return new_models(policy, SMALL_STEPS, critic=critic)
     layout, of_critic = where
@@ -99,12 +100,12 @@ def new_state(policy: Model, critic: Model, layouts: CallLayouts | None) -> Mode
 
 
 def case_of(policy: Model, critic: Model, experience: Sequences, layouts: CallLayouts) -> Case:
-    layout, of_critic = layouts.policy_training, layouts.critic_training
-    settings = dataclasses.replace(ROWS, layout=layout, critic_layout=of_critic)
-    learners = list(learners_of(SMALL_STEPS, settings).values())
+    layout, of_critic = layouts["policy_training"], layouts["critic_training"]
+    settings = dataclasses.replace(ROWS, layout=layout)
+    learners = list(learners_of(SMALL_STEPS, settings, of_critic).values())
     models = [one.weights for one in new_state(policy, critic, layouts).values()]
     weights = settings.aggregate(np.asarray(experience.mask), settings.max_new_tokens)
-    known = with_shares(experience, weights, KL_WEIGHT)
+    known = with_shares(experience.with_columns(kl_weight=np.array(KL_WEIGHT, np.float32)), weights)
     batches = []
     for own in (layout, of_critic):
         rows = (2, settings.length_bucket, own.row_shards)
@@ -221,7 +222,7 @@ def test_copies_of_a_shallower_critic_share_the_rows(deep, copies, critic_copies
 
 def test_copies_sum_their_gradients_in_place_and_gather_nothing(deep):
     """One of twice the weights, and one of the weights themselves."""
-    layout = layouts_of(4, critic_copies=2).critic_training
+    layout = layouts_of(4, critic_copies=2)["critic_training"]
     model = init(jax.random.key(0), deep)
     programs = []
 
@@ -252,12 +253,13 @@ def test_an_update_with_pipelines_is_the_update_without(deep):
     """Two epochs of two minibatches, twice; the policy's step waits for the critic's gradient."""
     policy, critic, experience = models_of(deep)
     layouts = layouts_of(4)
-    where = {"layout": layouts.policy_training, "critic_layout": layouts.critic_training}
+    stages = dataclasses.replace(MANY, layout=layouts["policy_training"])
     found = []
-    for own, settings in ((None, MANY), (layouts, dataclasses.replace(MANY, **where))):
+    for own, settings in ((None, MANY), (layouts, stages)):
         state = new_state(policy, critic, own)
+        other = own["critic_training"] if own else None
         for _ in range(2):
-            state, metrics = update(state, experience, SMALL_STEPS, settings, KL_WEIGHT)
+            state, metrics = update(state, experience, SMALL_STEPS, settings, KL_WEIGHT, other)
         found.append((state, metrics))
     (state, metrics), (own, told) = found
     moved = jax.tree.map(np.subtract, weights_of(state), [policy, critic])
@@ -276,11 +278,10 @@ def test_a_policy_that_has_moved_too_far_stops_both(deep):
     moved = np.asarray(experience.columns["logprobs"]) - np.asarray(experience.mask, np.float32)
     experience = experience.with_columns(logprobs=moved)
     layouts = layouts_of(2)
-    where = {"layout": layouts.policy_training, "critic_layout": layouts.critic_training}
-    settings = dataclasses.replace(ROWS, target_kl=0.1, **where)
-    state, metrics = update(
-        new_state(policy, critic, layouts), experience, SMALL_STEPS, settings, KL_WEIGHT
-    )
+    settings = dataclasses.replace(ROWS, target_kl=0.1, layout=layouts["policy_training"])
+    state = new_state(policy, critic, layouts)
+    other = layouts["critic_training"]
+    state, metrics = update(state, experience, SMALL_STEPS, settings, KL_WEIGHT, other)
     assert metrics["training/minibatches_done"] == 0 and metrics["kl/old"] > 0.1
     assert_same_bits(weights_of(state), [policy, critic])
 
@@ -370,8 +371,8 @@ def test_stages_of_8b_models_compile_for_a_tpu_and_add_to_their_sums_in_place(ca
     shape = LLAMA_8B
     if call.startswith("critic"):
         shape = dataclasses.replace(LLAMA_8B, scalar_head=True, tied=False)
-    model = model_shapes(shape, getattr(layouts, call), jnp.dtype(jnp.float32))
-    settings = TrainingSettings(layout=getattr(layouts, call), microbatch_rows=2)
+    model = model_shapes(shape, layouts[call], jnp.dtype(jnp.float32))
+    settings = TrainingSettings(layout=layouts[call], microbatch_rows=2)
     loss = POLICY_LOSS if call.startswith("policy") else CRITIC_LOSS
     stages = stages_of(Learner(call, loss, optax.identity(), settings))
     parts = cut(model, stages)

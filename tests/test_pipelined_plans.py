@@ -10,15 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tiny_run import ROOT
 
+from benchmarks.schedule_check import check
 from rlhf_jax import command
 from rlhf_jax.config import command_line, memory_parts
 from rlhf_jax.config.hardware import parse_hardware
 from rlhf_jax.config.memory_updates import stage_times
 from rlhf_jax.config.sizes import abstract_weights, bubble_warnings
 from rlhf_jax.mesh import bytes_per_device, model_shardings
-from rlhf_jax.pipeline.check import check
 from rlhf_jax.pipeline.problem import FORWARD
 from rlhf_jax.pipeline.search import solve
 from rlhf_jax.placement.pipelined import (
@@ -35,8 +34,8 @@ from rlhf_jax.placement.pipelined import (
 )
 from rlhf_jax.placement.plan import Placement, Plan, read_plan
 from rlhf_jax.placement.search.costs import LATENCY
-from rlhf_jax.placement.search.pipelines import PipelineShape, placements_of, shapes
-from rlhf_jax.placement.search.predictions import predict_calls
+from rlhf_jax.placement.search.pipelines import placements_of, policy_pipelines
+from rlhf_jax.planner.describe import predict_calls
 from rlhf_jax.planner.describe_search import print_search
 from rlhf_jax.planner.pipelined_plans import best_pipelined
 from rlhf_jax.planner.planned import plan_run
@@ -47,8 +46,6 @@ from rlhf_jax.training.schedules import NEAR, RUN_TRIES
 COPIES = StageTimes(4, (1.0,) * 2, (3.0,) * 2, 1.0, copies=2)  # of a critic
 BOTH = ("policy_training", "critic_training")
 NODES = "gpu:32x8:h100"
-# It inherits from an objective that pipelines train, and has a step of its own.
-ONLINE_DPO = ROOT / "docs" / "examples" / "new_objective.py:OnlineDpo"
 PIPELINED: dict[str, Any] = {"mesh.slices": 8, "mesh.fsdp": 1, "training.pipelined": True}
 
 
@@ -142,17 +139,17 @@ def test_pipelines_are_left_out_where_links_join_all_chips_unless_nothing_else_f
 
 @pytest.mark.parametrize(
     ("changes", "rows"),
-    [({}, 1), ({}, 4), ({"advantage.estimator": "grpo"}, 1), ({"training.remat": "on"}, 2)],
+    [({}, 1), ({}, 4), ({"algorithm.name": "grpo"}, 1), ({"training.remat": "on"}, 2)],
 )
 def test_at_once_is_never_longer_than_one_after_the_other(changes, rows):
     changes = {"critic.path": "", **changes, "training.microbatch_rows": rows}
     config, run = planned(changes)
     prices = PlanPrices.of(config, run, 0)
     space = list(prices.spaces.values())[-1]
-    tried = list(shapes(64, 8, run.models))
-    assert {1, 2, 4, 8} == {shape.tensor for shape in tried}
-    for shape in tried[:: max(1, len(tried) // 6)]:
-        joint = space.joint(placements_of(shape, prices.base, 0, run.models))
+    tried = list(policy_pipelines(prices.base, 8, run.models))
+    assert {1, 2, 4, 8} == {policy.tensor for policy in tried}
+    for policy in tried[:: max(1, len(tried) // 6)]:
+        joint = space.joint(placements_of(policy, run.models))
         problem = joint.problem
         check(problem, fused_schedule(problem))
         assert joint.quick_least <= joint.least * (1 + 1e-9)
@@ -169,10 +166,10 @@ def test_at_once_is_never_longer_than_one_after_the_other(changes, rows):
 def test_a_shallower_critic_has_as_many_copies_as_fit(layers, stages, copies):
     """No stage has more layers than the policy's, and 7 layers are for `check_layers` to refuse."""
     policy = Placement(0, 16, slices=8, tensor=2, pipelined=True)
-    critic = fill_with_copies(policy, {"policy": 32, "critic": layers})
+    critic = fill_with_copies(policy, {"policy": 32, "critic": layers}, "critic")
     assert critic == dataclasses.replace(policy, slices=stages, data=copies)
     twice = dataclasses.replace(policy, count=32, data=2)
-    other = fill_with_copies(twice, {"policy": 32, "critic": layers})
+    other = fill_with_copies(twice, {"policy": 32, "critic": layers}, "critic")
     assert (other.slices, other.data) == (stages, 2 * copies)
 
 
@@ -181,8 +178,8 @@ def test_copies_of_a_critic_run_over_the_policys_nodes_the_other_way():
     critic = dataclasses.replace(placed, slices=2, data=2, fsdp=2, tensor=1)
     plan = Plan(8, {"generation": placed, **dict(zip(BOTH, (placed, critic), strict=True))})
     layouts = plan.layouts(jax.devices()[:8])
-    nodes = layouts.policy_training.devices.reshape(4, 2)
-    found = layouts.critic_training.devices.reshape(2, 2, 2)
+    nodes = layouts["policy_training"].devices.reshape(4, 2)
+    found = layouts["critic_training"].devices.reshape(2, 2, 2)
     for copy in range(2):
         for stage in range(2):
             assert set(found[stage, copy]) == set(nodes[2 * copy + 1 - stage])
@@ -193,12 +190,12 @@ def test_copies_of_a_critic_run_over_the_policys_nodes_the_other_way():
 def test_copies_of_a_critic_end_sooner_than_more_stages_and_sum_their_gradients():
     config, run = pipelined()
     prices = PlanPrices.of(config, run, 0)
-    assert run.models.critic is not None
-    critic = dataclasses.replace(run.models.critic, num_layers=16)
-    prices = dataclasses.replace(prices, models=run.models._replace(critic=critic))
+    critic = dataclasses.replace(run.models.critics["critic"], num_layers=16)
+    prices = dataclasses.replace(prices, models=run.models._replace(critics={"critic": critic}))
     space = prices.spaces[False]
-    shape = PipelineShape(8, 1, 1, 8)
-    copied = placements_of(shape, prices.base, 0, prices.models)
+    shape = {"count": 64, "slices": 8, "data": 1, "fsdp": 1, "tensor": 8}
+    policy = dataclasses.replace(prices.base, **shape, pipelined=True)
+    copied = placements_of(policy, prices.models)
     assert copied["critic_training"].slices == 4 and copied["critic_training"].data == 2
     joint = space.joint(copied)
     deeper = space.joint(dict.fromkeys(BOTH, copied["policy_training"]))
@@ -248,7 +245,7 @@ def test_a_stage_is_priced_by_its_layers_the_head_in_the_last_backward_and_hops_
 def test_the_memory_of_stages_is_that_of_their_layers_the_ends_and_the_inputs_kept():
     config, run = pipelined()
     parts = {part.name: part.bytes for part in run.parts}
-    layout = run.layouts.policy_training
+    layout = run.layouts["policy_training"]
     assert layout.role == "pipelined"
     policy = run.models.policy
     ends = 2 * 128_256 * 4096 / 8  # of a slice, and each of eight has a part
@@ -409,8 +406,7 @@ def test_samples_are_drawn_ahead_of_pipelines_on_devices_of_their_own():
             "pipelines a critic of 32 layers beside a policy of 16",
         ),
         ({"plan": "colocated"}, "training.pipelined is for config.mesh, and plan is 'colocated'"),
-        ({"objective": "distill", "drafter.layers": 2}, "has gradients of its own"),
-        ({"objective": f"{ONLINE_DPO}"}, "has gradients of its own"),
+        ({"algorithm.name": "distill", "drafter.layers": 2}, "'distill' trains none"),
     ],
 )
 def test_pipelines_that_cannot_be_are_refused_in_one_sentence(changes, said):

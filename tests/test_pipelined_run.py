@@ -88,8 +88,8 @@ def test_a_run_whose_critic_has_two_copies_is_the_run_without_pipelines(run):  #
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize("estimator", ["gae", "grpo"])
-def test_a_plan_file_has_pipelines_beside_samples_drawn_ahead(run, tmp_path, estimator):  # noqa: F811
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_a_plan_file_has_pipelines_beside_samples_drawn_ahead(run, tmp_path, algorithm):  # noqa: F811
     """With generation on four devices, and two stages of two each on the others."""
     calls = {
         "generation": {"first": 0, "count": 4, "data": 4},
@@ -97,10 +97,10 @@ def test_a_plan_file_has_pipelines_beside_samples_drawn_ahead(run, tmp_path, est
         "policy_inference": {"first": 4, "count": 4, "fsdp": 4},
         "policy_training": {"first": 4, "count": 4, "slices": 2, "fsdp": 2},
     }
-    if estimator == "gae":
+    if algorithm == "ppo":
         calls |= {"critic_inference": calls["reference_inference"]}
         calls |= {"critic_training": calls["policy_training"]}
-    changes = {"steps": 4, "training__lag": 1, "advantage__estimator": estimator}
+    changes = {"steps": 4, "training__lag": 1, "algorithm__name": algorithm}
     found = []
     for pipelined in (False, True):
         for call in calls:

@@ -16,7 +16,7 @@ from test_run import PPO
 from tiny_run import ROOT, lines
 
 from pallas_kernels.dispatch import Kernels
-from rlhf_jax.config import memory, schema, validation
+from rlhf_jax.config import default, memory, validation
 from rlhf_jax.inference.values import critic_of
 from rlhf_jax.mesh import make_mesh
 from rlhf_jax.model.weight_table import weight_keys
@@ -109,9 +109,9 @@ def write_plan(path: Path, **changes) -> Path:
 
 def planned(name: str | Path, **changes) -> Plan:
     """The plan of a PPO config on eight devices."""
-    config = schema.default()
+    config = default()
     config.plan = str(name)
-    config.advantage.estimator = "gae"
+    config.algorithm.name = "ppo"
     config.update_from_flattened_dict(changes)
     return plan_of(config, num_devices=8)
 
@@ -129,8 +129,10 @@ def test_without_a_plan_all_calls_have_the_mesh():
     assert plan.is_uniform and plan.groups() == [list(plan.placements)]
     assert plan.placements["generation"].shape == shape(fsdp=4, tensor=2)
     layouts = plan.layouts(jax.devices())
-    assert {layout.mesh for layout in layouts} == {make_mesh(1, 4, 2)}
-    assert [layout.role for layout in layouts] == ["generation", *["training"] * 6]
+    assert layouts.keys() == plan.placements.keys()
+    assert {layout.mesh for layout in layouts.values()} == {make_mesh(1, 4, 2)}
+    for call, layout in layouts.items():
+        assert layout.role == (call if call == "generation" else "training")
 
 
 def test_presets_place_calls_as_their_names_say():
@@ -154,7 +156,7 @@ def test_presets_place_calls_as_their_names_say():
 
 
 def test_without_a_critic_the_policy_trains_on_all_devices():
-    changes = {"advantage.estimator": "grpo", "kl.coefficient": 0.1}
+    changes = {"algorithm.name": "grpo", "kl.coefficient": 0.1}
     apart = ranges(planned("interleaved", **changes))
     assert apart["policy_training"] == range(8)
     assert apart["reference_inference"] == range(4, 8)
@@ -184,7 +186,7 @@ def test_a_plan_says_dtype_and_kernels_or_has_the_configs(tmp_path):
 
 
 def test_rows_that_generation_cannot_share_are_named_with_its_plan():
-    config = schema.default()
+    config = default()
     config.plan = "disaggregated"
     config.generation.max_rows = 30
     config.kl.coefficient = 0.0
@@ -199,21 +201,20 @@ def test_each_half_holds_what_its_calls_need():
     """Of a plan that gives generation devices of its own, neither half holds what the other does,
     and a device has to hold the larger.
     """
-    config = schema.default()
+    config = default()
     config.plan = "disaggregated"
     models = ModelConfigs(tiny_run.CONFIG)
     plan = plan_of(config, 8)
     layouts = plan.layouts("cpu")
-    of_call = layouts._asdict()
     halves = [
-        memory.plan(config, models, {call: of_call[call] for call in calls})
+        memory.plan(config, models, {call: layouts[call] for call in calls}, remat=True)
         for calls in plan.groups()
     ]
     generation, rest = [{part.name for part in parts} for parts in halves]
     assert not generation & rest
     assert {"policy, for generation", "key-value cache of the policy"} <= generation
     assert {"policy, float32", "reference", "gradients, float32"} <= rest
-    assert memory.fullest(config, models, plan, layouts) in halves
+    assert memory.fullest(config, models, plan, layouts, remat=True) in halves
 
 
 @pytest.mark.slow

@@ -13,20 +13,21 @@ import jax.numpy as jnp
 import pytest
 from compilers import CHIPS, EIGHT, devices, needs_libtpu
 from jax.sharding import NamedSharding, PartitionSpec
-from test_memory import CONFIGS, by_name, load
+from test_memory import CONFIGS, by_name, everywhere, load
 
 from benchmarks.compiled import KERNELS, LLAMA_8B, lower_round, placed, row_shapes, weights
 from benchmarks.shapes import SLOTS
 from pallas_kernels.dispatch import Kernels
 from pallas_kernels.shapes import BLOCK
 from rlhf_jax import mesh as meshes
-from rlhf_jax.algorithms.policy_gradient import CRITIC_LOSS, POLICY_LOSS
+from rlhf_jax.algorithms.grpo import POLICY_LOSS
+from rlhf_jax.algorithms.ppo import CRITIC_LOSS
 from rlhf_jax.config import derived, memory, memory_parts
 from rlhf_jax.config.schema import Config
 from rlhf_jax.generation import rows, scheduler
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.round import run_round
-from rlhf_jax.generation.speculative.sampling import Sampling
+from rlhf_jax.generation.speculative.sampling import UNTRUNCATED
 from rlhf_jax.inference.scoring import score_packed
 from rlhf_jax.inference.values import critic_of
 from rlhf_jax.mesh import Layout
@@ -103,7 +104,7 @@ def micro_batch(at: Target) -> PackedSequences:
     """One micro-batch of zeros."""
     packed = packed_zeros(at)
     of_token = ["weights", "advantages", "sampled_logprobs", "logprobs", "reference_logprobs"]
-    of_token += ["values", "returns"] if at.models.critic is not None else []
+    of_token += ["values", "returns"] if at.models.critics else []
     of_batch = ("total_tokens", "total_sequences", "total_groups", "kl_weight")
     columns = dict.fromkeys(of_token, jnp.zeros(packed.mask.shape))
     return packed.with_columns(**columns, **dict.fromkeys(of_batch, jnp.zeros(())))
@@ -146,9 +147,7 @@ def round_program(at: Target):
         at.generation,
     )
     policy = weights(at.models.policy, at.generation)
-    options = dict(
-        sampling=Sampling(generation.temperature), stop_tokens=(0,), layout=at.generation
-    )
+    options = dict(truncation=UNTRUNCATED, stop_tokens=(0,), layout=at.generation)
     return run_round.lower(policy, state, drafts, None, nodes, **options).compile()
 
 
@@ -183,7 +182,7 @@ def test_predicted_memory_is_the_compilers(name):
     error smaller.
     """
     at = target(name)
-    parts = memory.plan(*at)
+    parts = everywhere(*at)
     sizes = by_name(parts)
     own = {
         stage: sum(part.bytes for part in parts if part.stage == stage)
@@ -193,8 +192,8 @@ def test_predicted_memory_is_the_compilers(name):
 
     policy = weights(at.models.policy, master(at.layout))
     training = needed(gradient_program(at, policy, POLICY_LOSS))
-    if name in ON_CPU and at.models.critic:  # the large one is as its policy, without the head
-        critic = critic_weights(at.models.critic, at.layout)
+    if name in ON_CPU and at.models.critics:  # the large one is as its policy, without the head
+        critic = critic_weights(at.models.critics["critic"], at.layout)
         training = max(training, needed(gradient_program(at, critic, CRITIC_LOSS)))
     assert_near(sizes["policy, float32"] + own["training"], training, f"{name} in training")
 
@@ -211,7 +210,7 @@ def test_without_remat_a_tpu_keeps_the_activations_that_are_foreseen():
     at = at._replace(models=at.models._replace(policy=short))
     foreseen = {}
     for at.config.training.remat in ("on", "off"):
-        parts = memory.plan(*at)
+        parts = everywhere(*at)
         training = sum(part.bytes for part in parts if part.stage == "training")
         foreseen[at.config.training.remat] = by_name(parts)["policy, float32"] + training
     assert foreseen["off"] > foreseen["on"] + 1e9
@@ -235,7 +234,7 @@ def test_memory_is_foreseen_however_far_an_8b_model_is_split(topology, fsdp, rem
     mesh = meshes.make_mesh(fsdp=fsdp, devices=devices(topology))
     layout = Layout(mesh, dtype=jnp.dtype(jnp.bfloat16))
     at = Target(config, ModelConfigs(CONFIGS["grpo_llama31_8b:tpu"].models.policy), layout)
-    parts = memory.plan(*at)
+    parts = everywhere(*at)
     foreseen = sum(part.bytes for part in parts if part.stage == "training")
     policy = weights(at.models.policy, master(layout))
     compiled = needed(gradient_program(at, policy, POLICY_LOSS))

@@ -128,8 +128,8 @@ def test_what_is_masked_out_changes_nothing(name):
 )
 def test_the_algorithm_brings_how_tokens_are_summed(loss, estimator, asked, name):
     config = default()
-    config.training.update(loss=loss, aggregate=asked)
-    config.advantage.estimator = estimator
+    config.training.aggregate = asked
+    config.algorithm.update(loss=loss, estimator=estimator)
     assert aggregate_name(config) == name
 
 
@@ -151,7 +151,7 @@ def test_gspo_as_configured_is_the_papers_objective():
     logprobs, old, gains = (jnp.asarray(x, jnp.float32) for x in (now, 0 * now, of_token))
     terms = LossTerms(logprobs, old, gains, jnp.asarray(mask), owner, 1, LOW, HIGH)
     config = default()
-    config.training.loss = "gspo"
+    config.algorithm.loss = "gspo"
     weights = AGGREGATES[aggregate_name(config)](mask, 9)
     assert float((weights * LOSSES["gspo"](terms)).sum()) == pytest.approx(want, rel=1e-5)
 

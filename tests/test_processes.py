@@ -35,7 +35,7 @@ WHOLE = TWO_SLICES | {
     "steps": 4,
     "deterministic": True,
     "checkpoint__every": 2,
-    "advantage__estimator": "gae",
+    "algorithm__name": "ppo",
     "kl__place": "reward",
     "kl__estimator": "k1",
     "kl__target": 0.05,

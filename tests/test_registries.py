@@ -1,4 +1,4 @@
-"""A drafter, an estimator, a reward, an objective, a model family is a file and a line: `toys.py`
+"""A drafter, an estimator, a reward, an algorithm, a model family is a file and a line: `toys.py`
 has one of each, and no file of the package knows of them.
 """
 
@@ -18,7 +18,7 @@ import toys
 from test_generation import assert_equal
 from test_report import ADAPTIVE, CONFIG, page, played, row
 
-from rlhf_jax.config import default, derived, objectives
+from rlhf_jax.config import algorithms, default, derived
 from rlhf_jax.config.validation import validate
 from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.requests import GenerationConfig, Request
@@ -42,7 +42,7 @@ REGISTRIES: tuple[dict[str, Any], ...] = (
     protocol.DRAFTERS,
     ESTIMATORS,
     sources.SOURCES,
-    objectives.OBJECTIVES,
+    algorithms.ALGORITHMS,
     families.FAMILIES,
 )
 NAMES = ("llama", "mistral", "qwen2", "qwen3")
@@ -89,9 +89,9 @@ def test_a_run_of_five_toys(restored, tmp_path, monkeypatch, capsys):
     said = (model / "config.json").read_text()
     (model / "config.json").write_text(said.replace('"qwen3"', '"toy"'))
     changes = {
-        "objective": "toy",
+        "algorithm__name": "toy",
         "steps": 1,
-        "advantage__estimator": "toy",
+        "algorithm__estimator": "toy",
         "reward__functions": "toy://length/3",
         "generation__strategy": "adaptive",
         "generation__max_new_tokens": 4,
@@ -103,10 +103,10 @@ def test_a_run_of_five_toys(restored, tmp_path, monkeypatch, capsys):
 
     folder = tmp_path / "run"
     (line,) = tiny_run.lines(folder / "metrics.jsonl")
-    assert line["reward/length/mean"] < 0 and line["toy/steps"] == 1
+    assert line["reward/length/mean"] < 0 and line["toy/samples"] == 16
     assert {"strategy/share_toy", "strategy/acceptance_toy"} <= line.keys()
     report = (folder / "report.html").read_text()
-    assert "guessing" in report and "guesses by step" in report and "Luck by step" in report
+    assert "guessing" in report and "toy/samples" in report
     trained = open_source(folder / "policy").config
     assert (trained.family, trained.qk_norm) == ("toy", True)
 
@@ -149,7 +149,7 @@ def test_text_by_the_drafter_is_plain_text(registered, tmp_path, name):
 
 
 def test_the_estimator_turns_rewards_into_advantages(registered, tmp_path):
-    validate(config_of(tmp_path, advantage__estimator="toy"), num_devices=1)
+    validate(config_of(tmp_path, algorithm__estimator="toy"), num_devices=1)
     rewards = np.array([1, -2], np.float32)
     mask = np.array([[True, True], [True, False]])
     nothing = np.zeros((2, 2), np.float32)
@@ -181,10 +181,10 @@ def test_a_spec_that_cannot_work_is_refused(registered, tmp_path, spec, sentence
         validate(config_of(tmp_path, reward__functions=(spec,)), num_devices=1)
 
 
-def test_the_objective_is_found_by_its_name(registered, tmp_path):
-    config = config_of(tmp_path, objective="toy")
+def test_the_algorithm_is_found_by_its_name(registered, tmp_path):
+    config = config_of(tmp_path, algorithm__name="toy")
     validate(config, num_devices=1)
-    assert objectives.objective_of(config).title(config) == "guessing"
+    assert algorithms.algorithm_of(config).title_of(config) == "guessing"
 
 
 def test_config_json_of_the_family_is_written_and_read(registered, tmp_path):
@@ -197,8 +197,8 @@ def test_config_json_of_the_family_is_written_and_read(registered, tmp_path):
 
 def test_without_registration_the_toys_are_unknown(tmp_path):
     for changes in (
-        {"objective": "toy"},
-        {"advantage__estimator": "toy"},
+        {"algorithm__name": "toy"},
+        {"algorithm__estimator": "toy"},
         {"generation__strategy": "toy-chain-2"},
         {},  # the reward
     ):
@@ -220,16 +220,14 @@ def test_a_name_is_given_once(registered):
         sources.register("Toy:", toys.LengthSource())
 
 
-def test_curves_are_called_what_the_objective_calls_them(tmp_path):
-    names = {"kl/mean": "distance <b>", "reward/mean": "luck", "gradient/norm": "push"}
-    objective = json.dumps({"title": "guessing", "names": names})
-    metrics.open_run(tmp_path, json.dumps(CONFIG), objective=objective).close()
-    seen = page(tmp_path, [row(step, **{"gradient/norm": float(step)}) for step in range(3)])
-    assert seen.charts()[:3] == ["Luck", "Distance <b>", "Response length"]
-    assert "push" in seen.charts() and "gradient/norm" not in seen.charts()
+def test_a_report_is_headed_by_what_the_run_says_of_itself(tmp_path):
+    """One of an earlier version, too."""
+    about = json.dumps({"title": "guessing"})
+    metrics.open_run(tmp_path, json.dumps(CONFIG), about=about).close()
+    seen = page(tmp_path, [row(step) for step in range(3)])
     assert "algorithm guessing" in seen.text and "PPO" not in seen.text
-    for words in ("KL to the reference", "Training reward", "nats a token"):
-        assert words not in seen.text
+    (tmp_path / "about.json").rename(tmp_path / "objective.json")
+    assert "algorithm guessing" in page(tmp_path, [row(step) for step in range(3)]).text
 
 
 def test_a_drafter_of_ones_own_is_drawn_too(tmp_path):

@@ -8,14 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from chi_square import SIGNIFICANCE, expected_law, p_value
+from chi_square import SIGNIFICANCE, expected_law, law_of, p_value
 
 from rlhf_jax.generation.speculative import rejection
-from rlhf_jax.generation.speculative.sampling import Sampling, noise_bits, rank, uniform
+from rlhf_jax.generation.speculative.sampling import (
+    UNTRUNCATED,
+    Sampling,
+    noise_bits,
+    rank,
+    uniform,
+)
 from rlhf_jax.types import Tree
 
-ranked = jax.jit(rank, static_argnums=(3, 4))
-accept = jax.jit(rejection.accept, static_argnums=6)
+ranked = jax.jit(rank, static_argnums=(4, 5))
+accept = jax.jit(rejection.accept, static_argnums=7)
 
 VOCABULARY = 10
 ROWS = 20_000
@@ -54,7 +60,9 @@ def propose(root, key, position, sampling: Sampling, parents: tuple[int, ...], d
     tokens = [root]
     depth = [0]
     ranks = functools.cache(
-        lambda node: ranked(DRAFTER[tokens[node]], key, position + depth[node], sampling, 4)
+        lambda node: ranked(
+            DRAFTER[tokens[node]], key, position + depth[node], *law_of(sampling), 4
+        )
     )
     for node, parent in enumerate(parents):
         order = parents[:node].count(parent)
@@ -73,7 +81,7 @@ def speculate(
     tokens = propose(root, key, position, sampling, parents, drafter)
     laws = DRAFTER[tokens] if drafter == "model" else None
     return tokens, *accept(
-        tokens, tree_of(parents, len(root)), TARGET[tokens], laws, key, position, sampling
+        tokens, tree_of(parents, len(root)), TARGET[tokens], laws, key, position, *law_of(sampling)
     )
 
 
@@ -86,7 +94,7 @@ def two_tokens(sampling: Sampling, parents: tuple[int, ...], drafter: str) -> np
     """The two tokens [B, 2] after the root, with a second round where the first gave only one."""
     key, position = keys(ROWS)
     # A fresh function each time, so that a planted bias is traced.
-    fresh = jax.jit(lambda *inputs: rejection.accept(*inputs), static_argnums=6)
+    fresh = jax.jit(lambda *inputs: rejection.accept(*inputs), static_argnums=7)
     run = functools.partial(
         speculate, sampling=sampling, parents=parents, drafter=drafter, accept=fresh
     )
@@ -217,7 +225,7 @@ def test_missing_drafts_and_padding_change_nothing():
     key, position = keys(32)
     tokens = propose(jnp.full(32, ROOT, jnp.int32), key, position, Sampling(), TREE, "model")
     tree = tree_of(TREE, 32)
-    run = functools.partial(accept, sampling=Sampling())
+    run = functools.partial(accept, temperature=1.0, truncation=UNTRUNCATED)
     draws, logprobs, last = run(tokens, tree, TARGET[tokens], DRAFTER[tokens], key, position)
     padded = jnp.pad(tokens, ((0, 0), (0, 3)), constant_values=2)
     wider = run(
@@ -238,10 +246,12 @@ def test_a_sharp_drafter_rejects_in_logs():
     target = jnp.asarray([[-1.0, 0.5, 0.0, 0.2]])
     key, position = keys(ROWS)
     laws, logits = (jnp.broadcast_to(x, (ROWS, 4)) for x in (drafter, target))
-    drafts = ranked(laws, key, position, Sampling(), 2)
+    drafts = ranked(laws, key, position, 1.0, UNTRUNCATED, 2)
     tokens = jnp.concatenate([jnp.zeros((ROWS, 1), jnp.int32), drafts], 1)
     spread = (jnp.broadcast_to(x[:, None], (ROWS, 3, 4)) for x in (logits, laws))
-    draws, _, last = accept(tokens, tree_of((-1, -1), ROWS), *spread, key, position, Sampling())
+    draws, _, last = accept(
+        tokens, tree_of((-1, -1), ROWS), *spread, key, position, 1.0, UNTRUNCATED
+    )
     assert p_value(np.asarray(draws[:, 0]), expected_law(target[0], Sampling())) > SIGNIFICANCE
     assert float(jnp.mean(last == 2)) > 0.5
 

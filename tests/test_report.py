@@ -82,7 +82,9 @@ class Page(html.parser.HTMLParser):
 
 
 def row(step, **more):
-    numbers = {key: 0.5 + step % 3 / 10 for key in metrics.REQUIRED} | {
+    keys = ("kl/mean", "loss/policy", "response/length_mean", "generation/tokens_per_second")
+    keys += tuple(f"{stage}/seconds" for stage in ("generation", "inference", "training"))
+    numbers = {key: 0.5 + step % 3 / 10 for key in keys} | {
         "generation/tokens": 640,
         "generation/tokens_per_round": 1.6,
     }
@@ -146,7 +148,6 @@ def test_a_page_says_what_a_run_was_and_did(tmp_path):
     for words in (
         "my_run",
         "SmolLM2-135M",
-        "PPO",
         "lookup-chain-2",
         "0.250",
         "0.750",
@@ -281,12 +282,12 @@ def test_ten_thousand_steps_fit_a_page(tmp_path):
 
 def test_a_written_run_is_read(tmp_path):
     made = json.dumps({"environment": {"device": "4 × TPU v5p", "command": "rlhf-jax train x"}})
-    writer = metrics.open_run(tmp_path, json.dumps(CONFIG), objective=made)
+    writer = metrics.open_run(tmp_path, json.dumps(CONFIG), about=made)
     writer.write_evaluation(
         0, {"eval/reward": 0.25}, [{"prompt": "p", "response": "r", "reward": 0.25}]
     )
     writer.write(row(0))
-    writer.write_samples(0, [{"prompt": "p", "response": "r", "reward": 0.25}])
+    writer.write_rows("samples", 0, [{"prompt": "p", "response": "r", "reward": 0.25}])
     writer.close()
     seen = Page(write_report(tmp_path).read_text(encoding="utf-8"))
     assert "Held-out reward 0.250" in seen.text and "device 4 × TPU v5p" in seen.text
@@ -559,9 +560,8 @@ def test_end_labels_do_not_meet():
 
 def test_labels_of_many_lines_keep_apart_and_in_order():
     ends = (0.1, 0.5, 0.52, 0.54, 1.0)
-    drawn = Page(
-        lines_chart("Share", [(f"kind-{i}", line([0.0, end])) for i, end in enumerate(ends)])
-    )
+    lines = [(f"kind-{i}", line([0.0, end])) for i, end in enumerate(ends)]
+    drawn = Page(lines_chart("Share", "", lines).svg)
     heights = [float(attrs["y"]) for attrs in drawn.all("text", "end")]
     assert min(np.diff(heights)) >= 16 - 1e-9 and heights[0] >= 0 and heights[-1] <= 190
     assert [attrs["class"] for attrs in drawn.all("text", "end")] == [
@@ -587,7 +587,7 @@ def test_shares_are_stacked_bars_by_name():
     assert (
         drawn.titles == ["x", "y"]
         and share_chart("Who", [], [], []) == ""
-        and lines_chart("No", []) == ""
+        and lines_chart("No", "", []).svg == ""
     )
 
 

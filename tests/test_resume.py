@@ -22,7 +22,7 @@ CHANGES = {
     "steps": 7,
     "deterministic": True,
     "checkpoint__every": 2,
-    "advantage__estimator": "gae",
+    "algorithm__name": "ppo",
     "kl__place": "reward",
     "kl__estimator": "k1",
     "kl__target": 0.05,

@@ -15,7 +15,7 @@ import pytest
 from rlhf_jax.config import default
 from rlhf_jax.rewards import callers
 from rlhf_jax.rewards.combination import Response, Score, load_reward
-from rlhf_jax.rewards.signatures import Form, Signature, arguments, missing_column, signature_of
+from rlhf_jax.rewards.signatures import Form, Signature, arguments, signature_of
 from rlhf_jax.rewards.sources import check_columns, source_of
 from rlhf_jax.rewards.workers import Workers
 
@@ -285,7 +285,7 @@ NAMED = [
 @pytest.mark.parametrize(("function", "right"), NAMED)
 def test_names_decide_what_a_reward_is_given(function, right):
     signature = signature_of(function)
-    assert missing_column(signature, [OF_VERL]) == ""
+    check_columns({"f.py:f": signature}, [OF_VERL])
     given = arguments(function, signature.form, [Response("p", [], OF_VERL, "r", [1])])
     found = function(*given.positional, **given.named)
     assert (asyncio.run(found) if signature.is_async else found) == right

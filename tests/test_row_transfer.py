@@ -60,14 +60,20 @@ def narrowed(row: DecodeState, slots: int) -> DecodeState:
     return dataclasses.replace(row, tokens=row.tokens[:, :slots], cache=cut(row.cache), draft=draft)
 
 
-@pytest.mark.parametrize(("fsdp", "tensor"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_a_row_arrives_as_it_left_and_the_others_stay(fsdp, tensor):
-    here, there = slices(2, fsdp, tensor)
+@pytest.mark.parametrize(
+    ("fsdp", "tensor", "dtype"),
+    [(1, 1, "float32"), (2, 1, "float32"), (1, 2, "bfloat16"), (2, 2, "float32")],
+)
+def test_a_row_arrives_as_it_left_and_the_others_stay(fsdp, tensor, dtype):
+    """Caches in bfloat16 are a piece of their own, and everything else is one."""
+    on_slices = slices(2, fsdp, tensor)
+    here, there = (dataclasses.replace(one, dtype=jnp.dtype(dtype)) for one in on_slices)
     source = filled(here)
     target = empty(there)
     packet = row_transfer.send(
         row_transfer.pack_rows(source, np.array([3], np.int32), 64, layout=here), there
     )
+    assert len(packet.pieces) == 1 + (dtype == "bfloat16")
     arrived = row_transfer.unpack_rows(target, packet, np.array([1], np.int32), layout=there)
     row = functools.partial(jax.tree.map, lambda leaf: np.asarray(leaf)[1:2])
     old = jax.tree.map(lambda leaf: np.asarray(leaf)[3:4], source)
@@ -96,7 +102,7 @@ def test_a_row_travels_in_several_pieces_as_in_one(piece, monkeypatch):
     arrived = row_transfer.unpack_rows(empty(ONE_DEVICE), packet, rows[::-1])
     for program in programs:
         program.clear_cache()
-    assert len(packet.pieces) > len(whole.pieces) == 2 and row_transfer.bytes_of(
+    assert len(packet.pieces) > len(whole.pieces) == 1 and row_transfer.bytes_of(
         packet
     ) == row_transfer.bytes_of(whole)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(arrived), wanted)
@@ -147,8 +153,8 @@ def test_the_program_of_a_pair_only_permutes():
     both = jax.tree.map(functools.partial(row_transfer._on, pair), *packets)
     compiled: Any = row_transfer._passed.lower(both, pair=pair).compile()
     program = compiled.as_text()
-    assert len(both.pieces) == 2  # of two dtypes
-    assert program.count(" collective-permute(") + program.count(" collective-permute-start(") == 2
+    assert len(both.pieces) == 1
+    assert program.count(" collective-permute(") + program.count(" collective-permute-start(") == 1
     assert not any(
         name in program for name in ("all-gather", "all-to-all", "all-reduce", "concatenate")
     )
@@ -164,7 +170,8 @@ def test_what_travels_is_what_the_slots_hold(drafted, slots):
     state = row_verbs.empty(TARGET, DRAFT if drafted else None, ROWS, SLOTS, 8, SLOTS, ONE_DEVICE)
     packet = row_transfer.pack_rows(state, np.array([2, 0], np.int32), slots)
     cached = 2 * 2 * 4 * (3 if drafted else 2) * slots
-    few = [state.length, state.limit, state.done, state.key, state.history, state.earlier]
+    few = [state.length, state.limit, state.done, state.key, state.temperature]
+    few += [state.history, state.earlier]
     lengths = [] if state.draft is None else [state.draft.length]
     words = cached + slots + sum(leaf[0].size for leaf in (*few, *lengths))
     assert row_transfer.bytes_of(packet) == 2 * 4 * words
@@ -194,7 +201,7 @@ def test_widths_are_few(tokens, wanted):
 @pytest.mark.parametrize(
     ("limit", "wanted"),
     [
-        (1000, [[0, 1, 3, 5], [2, 4]]),  # by dtype, ids and flags as int32
+        (1000, [[0, 1, 3, 5], [2, 4]]),  # by dtype, all but narrow floats as int32
         (64, [[0, 1], [3], [5], [2], [4]]),
         (72, [[0, 1, 3], [5], [2], [4]]),  # 16 + 48 + 8, which is all that fits
         (71, [[0, 1], [3], [5], [2], [4]]),
@@ -205,12 +212,12 @@ def test_leaves_share_pieces_of_their_dtype_up_to_a_size(limit, wanted, monkeypa
     """Bytes a row: 16, 48, 4, 8, 400 and 80."""
     monkeypatch.setattr(row_transfer, "TRANSFER_SETTINGS", TransferSettings(piece_bytes=limit))
     kinds = [
-        ((9, 4), "float32"),
-        ((9, 3, 4), "float32"),
-        ((9,), "bool"),
-        ((9, 2), "float32"),
+        ((9, 8), "bfloat16"),
+        ((9, 3, 8), "bfloat16"),
+        ((9,), "float32"),
+        ((9, 4), "bfloat16"),
         ((9, 100), "uint32"),
-        ((9, 20), "float32"),
+        ((9, 40), "bfloat16"),
     ]
     shares = row_transfer._shares([jnp.zeros(shape, dtype) for shape, dtype in kinds])
     assert shares == wanted

@@ -16,19 +16,19 @@ import pytest
 import tiny_run
 from tiny_run import ROOT, lines
 
-from rlhf_jax import rlhf
+from rlhf_jax import iteration
 from rlhf_jax.config import command_line
 from rlhf_jax.generation.speculative import round as round_
 from rlhf_jax.losses.advantages import ESTIMATORS
 from rlhf_jax.model.transformer import init
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.monitoring.metrics import REQUIRED
-from rlhf_jax.objectives.reward import RewardObjective
+from rlhf_jax.sources import rollouts
 
 pytestmark = pytest.mark.usefixtures("compiled_soon")
 
 PPO = {
-    "advantage__estimator": "gae",
+    "algorithm__name": "ppo",
     "kl__place": "reward",
     "kl__estimator": "k1",
     "kl__target": 1.0,
@@ -50,18 +50,10 @@ def arguments(folder, tmp_path):
     return functools.partial(tiny_run.arguments, tmp_path, folder)
 
 
-@pytest.fixture
-def one_device(monkeypatch):
-    """Only the first of the virtual devices."""
-    first = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda *_: first)
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-
-
 def test_a_run_leaves_its_files(arguments, tmp_path, one_device, capsys, monkeypatch):
     """And a step's seconds are all of it, the weights' layout for generation included."""
-    real = rlhf.decoding_models
-    monkeypatch.setattr(rlhf, "decoding_models", lambda *asked: time.sleep(0.5) or real(*asked))
+    real = rollouts.decoding_models
+    monkeypatch.setattr(rollouts, "decoding_models", lambda *asked: time.sleep(0.5) or real(*asked))
     assert launch["main"](arguments()) == 0, capsys.readouterr().err
     run = tmp_path / "run"
     steps = lines(run / "metrics.jsonl")
@@ -133,7 +125,7 @@ def test_nothing_is_compiled_after_warm_up(
 ):
     """Ten steps; what the first two compile is all, where a bucket holds any micro-batch."""
     seen_after = []
-    real = rlhf.step
+    real = iteration.step
     with compilations() as seen:
 
         def counted(*inputs, **options):
@@ -141,7 +133,7 @@ def test_nothing_is_compiled_after_warm_up(
             seen_after.append(len(seen))
             return out
 
-        monkeypatch.setattr(RewardObjective, "step", staticmethod(counted))
+        monkeypatch.setattr(iteration, "step", counted)
         once = {"steps": 10, "evaluation__every": 0}
         assert launch["main"](arguments(**once, **method)) == 0
     assert seen_after[1] == seen_after[-1], seen_after
@@ -219,12 +211,11 @@ def test_top_k_is_renormalised_in_training(arguments, tmp_path, one_device):
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_an_estimator_is_one_line(estimator, arguments, tmp_path, one_device):
-    """Chosen by its name alone: an update from ratio 1, a policy that moves, and a critic only
-    where one is wanted.
-    """
-    assert (
-        launch["main"](arguments(steps=2, evaluation__every=0, advantage__estimator=estimator)) == 0
-    )
+    """An update from ratio 1, a policy that moves, and a critic only where one is wanted."""
+    changes = {"algorithm__estimator": estimator, "evaluation__every": 0}
+    if estimator == "gae":
+        changes["algorithm__name"] = "ppo"
+    assert launch["main"](arguments(steps=2, **changes)) == 0
     steps = lines(tmp_path / "run" / "metrics.jsonl")
     assert all(line["ratio/max"] == pytest.approx(1, abs=1e-4) for line in steps)
     assert all(("loss/value" in line) == (estimator == "gae") for line in steps)
@@ -322,7 +313,7 @@ def test_an_error_loses_no_step(arguments, tmp_path, one_device, monkeypatch, ca
     """
     changes = {"steps": 4, "checkpoint__every": 50, "evaluation__every": 0}
     assert launch["main"](arguments(workdir=tmp_path / "whole", **changes)) == 0
-    score = rlhf.score
+    score = iteration.score
     seen = []
 
     def failing(*inputs):
@@ -331,7 +322,7 @@ def test_an_error_loses_no_step(arguments, tmp_path, one_device, monkeypatch, ca
             raise ValueError("the reward broke.")
         return score(*inputs)
 
-    monkeypatch.setattr(rlhf, "score", failing)
+    monkeypatch.setattr(iteration, "score", failing)
     assert (
         launch["main"](arguments(**changes)) == 2 and "the reward broke" in capsys.readouterr().err
     )

@@ -12,18 +12,26 @@ import jax.numpy as jnp
 import margins
 import numpy as np
 import pytest
-from chi_square import SIGNIFICANCE, expected_law, p_value
+from chi_square import SIGNIFICANCE, expected_law, law_of, p_value
 from jax.extend.random import threefry_2x32
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlhf_jax.generation.speculative import sampling as module
-from rlhf_jax.generation.speculative.sampling import Sampling, gumbel, noise_bits, threefry, uniform
+from rlhf_jax.generation.speculative.sampling import (
+    UNTRUNCATED,
+    Sampling,
+    Truncation,
+    gumbel,
+    noise_bits,
+    threefry,
+    uniform,
+)
 
-draw = jax.jit(module.draw, static_argnums=(3, 4))
-rank = jax.jit(module.rank, static_argnums=(3, 4))
+draw = jax.jit(module.draw, static_argnums=(4, 5))
+rank = jax.jit(module.rank, static_argnums=(4, 5))
 decision_margin = jax.jit(margins.decision_margin, static_argnums=3)
-log_probabilities = jax.jit(module.log_probabilities, static_argnums=1)
-truncate = jax.jit(module.truncate, static_argnums=1)
+log_probabilities = jax.jit(module.log_probabilities, static_argnums=2)
+truncate = jax.jit(module.truncate, static_argnums=2)
 
 DRAWS = 100_000
 LAWS = [
@@ -60,7 +68,7 @@ def sample(one, logits: jax.Array, **options) -> np.ndarray:
 
 
 def token_of(logits, key, position, sampling, levels=(0, 1)):
-    return draw(logits, key, position, sampling, levels).token
+    return draw(logits, key, position, *law_of(sampling), levels).token
 
 
 # Noise
@@ -119,7 +127,7 @@ def test_draws_follow_the_law(sampling, vocabulary):
     logits = logits_of(vocabulary)
     expected = expected_law(logits, sampling)
     np.testing.assert_allclose(
-        np.exp(log_probabilities(logits, sampling)), expected, rtol=2e-5, atol=1e-9
+        np.exp(log_probabilities(logits, *law_of(sampling))), expected, rtol=2e-5, atol=1e-9
     )
     assert p_value(sample(token_of, logits, sampling=sampling), expected) > SIGNIFICANCE
 
@@ -127,7 +135,7 @@ def test_draws_follow_the_law(sampling, vocabulary):
 def planted(logits, key, position, sampling, bias: str):
     """The draw with one mistake in it."""
     tempered = logits / sampling.temperature
-    kept = module.blocks(truncate(logits, sampling))
+    kept = module.blocks(truncate(logits, *law_of(sampling))[0])
     by_best = jnp.max(kept, -1)
     untruncated = jax.nn.logsumexp(module.blocks(tempered), -1)
     summary = by_best if bias == "block by its best token" else untruncated
@@ -178,9 +186,11 @@ def test_shared_counters_pass_where_block_and_token_noise_never_meet():
 def test_logprob_is_of_the_law(sampling):
     logits = logits_of(700, (64,))
     (key, position) = keys(64)
-    drawn = draw(logits, key, position, sampling)
+    drawn = draw(logits, key, position, *law_of(sampling))
     expected = np.take_along_axis(
-        np.asarray(log_probabilities(logits, sampling)), np.asarray(drawn.token)[:, None], -1
+        np.asarray(log_probabilities(logits, *law_of(sampling))),
+        np.asarray(drawn.token)[:, None],
+        -1,
     )
     np.testing.assert_allclose(drawn.logprob, expected[:, 0], atol=1e-5)
 
@@ -188,7 +198,10 @@ def test_logprob_is_of_the_law(sampling):
 def test_equal_logits_at_the_edge():
     """Top-k keeps exactly k, the lower ids; top-p keeps equals together."""
     logits = jnp.asarray([1.0, 0.0, 1.0, 0.0, 1.0, 0.0])
-    kept = lambda sampling: np.flatnonzero(np.isfinite(truncate(logits, sampling))).tolist()  # noqa: E731
+
+    def kept(sampling):
+        return np.flatnonzero(np.isfinite(log_probabilities(logits, *law_of(sampling)))).tolist()
+
     assert kept(Sampling(top_k=2)) == [0, 2]
     assert kept(Sampling(top_k=4)) == [0, 1, 2, 4]
     assert kept(Sampling(top_p=0.5)) == [0, 2, 4]
@@ -214,7 +227,8 @@ def kept_by_hand(logits: tuple[float, ...], top_k: int, top_p: float) -> list[in
 def test_what_is_kept_is_that_of_plain_python(top_k, top_p):
     """Of all logits of four tokens among three numbers, so that most have equals."""
     given = list(itertools.product((0.0, 1.0, 2.5), repeat=4))
-    found = np.isfinite(truncate(jnp.asarray(given, jnp.float32), Sampling(1.0, top_k, top_p)))
+    law = 1.0, Truncation(top_k, top_p)
+    found = np.isfinite(log_probabilities(jnp.asarray(given, jnp.float32), *law))
     assert [np.flatnonzero(row).tolist() for row in found] == [
         kept_by_hand(logits, top_k, top_p) for logits in given
     ]
@@ -224,15 +238,15 @@ def test_support_holds_the_kept_tokens_and_renormalises():
     logits = logits_of(700, (16,))
     (key, position) = keys(16)
     sampling = Sampling(0.8, top_k=12, top_p=0.7)
-    drawn = draw(logits, key, position, sampling)
-    kept = np.isfinite(truncate(logits, sampling))
+    drawn = draw(logits, key, position, *law_of(sampling))
+    kept = np.isfinite(log_probabilities(logits, *law_of(sampling)))
     assert drawn.support is not None and drawn.support.shape == (16, 12)
     for row, ids in zip(kept, np.asarray(drawn.support), strict=True):
         assert set(ids[ids >= 0]) == set(np.flatnonzero(row))
     renormalised = np.where(kept, jax.nn.log_softmax(jnp.where(kept, logits / 0.8, -jnp.inf)), 0.0)
     again = np.take_along_axis(renormalised, np.asarray(drawn.token)[:, None], 1)[:, 0]
     np.testing.assert_allclose(again, drawn.logprob, atol=1e-5)
-    small = draw(logits[:, :5], key, position, Sampling(top_k=8)).support
+    small = draw(logits[:, :5], key, position, 1.0, Truncation(8)).support
     assert small is not None and (np.asarray(small)[:, 5:] == -1).all()
 
 
@@ -241,20 +255,50 @@ def test_temperature_zero_is_the_argmax():
     (key, position) = keys(64)
     best = np.argmax(logits, -1)
     for sampling in [Sampling(0.0), Sampling(0.0, top_k=4), Sampling(0.0, top_p=0.5)]:
-        drawn = draw(logits, key, position, sampling)
+        drawn = draw(logits, key, position, *law_of(sampling))
         np.testing.assert_array_equal(drawn.token, best)
         np.testing.assert_array_equal(drawn.logprob, np.zeros(64))
-        np.testing.assert_array_equal(np.argmax(log_probabilities(logits, sampling), -1), best)
+        np.testing.assert_array_equal(
+            np.argmax(log_probabilities(logits, *law_of(sampling)), -1), best
+        )
 
 
-def test_a_greedy_draw_makes_no_noise():
-    """It costs an argmax, and no hash: threefry's rotations shift bits."""
-    given = logits_of(700, (4,)), *keys(4)
+@pytest.mark.parametrize(
+    "truncation", [UNTRUNCATED, Truncation(20), Truncation(50, 0.8), Truncation(top_p=0.9)], ids=str
+)
+def test_each_row_is_drawn_at_its_own_temperature(truncation):
+    """Bit for bit as in a batch of that temperature alone, whether drawn, ranked or accepted."""
+    logits = logits_of(700, (64,))
+    key, position = keys(64)
+    temperatures = np.array([0.0, 0.7, 1.0, 1.3], np.float32)
+    mixed = jnp.asarray(np.resize(temperatures, 64))
 
-    def program(temperature):
-        return str(jax.make_jaxpr(module.draw, static_argnums=3)(*given, Sampling(temperature)))
+    def outcomes(temperature):
+        of_rows = logits, key, position, temperature, truncation
+        laws = log_probabilities(logits, temperature, truncation)
+        return *draw(*of_rows)[: 3 if truncation.top_k else 2], rank(*of_rows, 4), laws
 
-    assert "shift_left" in program(1.0) and "shift_left" not in program(0.0)
+    together = outcomes(mixed)
+    assert all(np.isfinite(np.asarray(together[1])))
+    for temperature in temperatures:
+        own = np.asarray(mixed == temperature)
+        alone = outcomes(jnp.full(64, temperature))
+        for ours, theirs in zip(together, alone, strict=True):
+            np.testing.assert_array_equal(np.asarray(ours)[own], np.asarray(theirs)[own])
+
+
+def test_temperatures_of_one_batch_keep_their_laws():
+    logits = logits_of(700)
+    temperatures = (0.5, 1.0, 2.0)
+    given = keys(DRAWS)
+    mixed = jnp.asarray(np.resize(np.array(temperatures, np.float32), DRAWS))
+    of_rows = jax.jit(jax.vmap(module.draw, (None, 0, 0, 0)))
+    parts = zip(*(jnp.split(x, 4) for x in (*given, mixed)), strict=True)
+    tokens = np.concatenate([np.asarray(of_rows(logits, *part).token) for part in parts])
+    for place, temperature in enumerate(temperatures):
+        expected = expected_law(logits, Sampling(temperature))
+        assert p_value(tokens[place::3], expected) > SIGNIFICANCE
+        assert p_value(tokens[(place + 1) % 3 :: 3], expected) < SIGNIFICANCE
 
 
 @pytest.mark.parametrize(
@@ -280,16 +324,18 @@ def test_a_draw_is_a_function_of_sample_and_position(sampling):
     """Batch shape, order and the padding of the vocabulary change nothing."""
     logits = logits_of(700, (24,))
     (key, position) = keys(24)
-    tokens = np.asarray(draw(logits, key, position, sampling).token)
+    tokens = np.asarray(draw(logits, key, position, *law_of(sampling)).token)
     order = np.random.default_rng(0).permutation(24)
     np.testing.assert_array_equal(
-        draw(logits[order], key[order], position[order], sampling).token, tokens[order]
+        draw(logits[order], key[order], position[order], *law_of(sampling)).token, tokens[order]
     )
-    assert int(draw(logits[5], key[5], position[5], sampling).token) == tokens[5]
-    boxed = draw(logits.reshape(6, 4, 700), key.reshape(6, 4, 2), position.reshape(6, 4), sampling)
+    assert int(draw(logits[5], key[5], position[5], *law_of(sampling)).token) == tokens[5]
+    boxed = draw(
+        logits.reshape(6, 4, 700), key.reshape(6, 4, 2), position.reshape(6, 4), *law_of(sampling)
+    )
     np.testing.assert_array_equal(boxed.token, tokens.reshape(6, 4))
     padded = jnp.pad(logits, ((0, 0), (0, 500)), constant_values=-jnp.inf)
-    np.testing.assert_array_equal(draw(padded, key, position, sampling).token, tokens)
+    np.testing.assert_array_equal(draw(padded, key, position, *law_of(sampling)).token, tokens)
     assert len(set(tokens)) > 10
 
 
@@ -304,7 +350,7 @@ def test_the_noise_of_a_draw_is_that_of_its_place_its_block_and_its_token():
     """By jax's threefry in float64: any other noise would be another text of the same law."""
     logits = logits_of(700, (12,), scale=1.0)
     (key, position) = keys(12)
-    drawn = np.asarray(draw(logits, key, position, Sampling()).token)
+    drawn = np.asarray(draw(logits, key, position, 1.0).token)
     for row, token in enumerate(drawn):
         own = np.asarray(logits[row], float)
         sums = [np.log(np.exp(own[at : at + 256]).sum()) for at in (0, 256, 512)]
@@ -319,8 +365,8 @@ def test_one_key_serves_all_the_nodes_of_a_row():
     logits = logits_of(700, (4, 5))
     (key, _) = keys(4)
     position = jnp.arange(20, dtype=jnp.int32).reshape(4, 5) % 3
-    together = draw(logits, key[:, None], position, Sampling()).token
-    apart = [draw(logits[:, i], key, position[:, i], Sampling()).token for i in range(5)]
+    together = draw(logits, key[:, None], position, 1.0).token
+    apart = [draw(logits[:, i], key, position[:, i], 1.0).token for i in range(5)]
     np.testing.assert_array_equal(together, np.stack([np.asarray(x) for x in apart], 1))
 
 
@@ -331,8 +377,8 @@ def test_a_sharded_vocabulary_changes_nothing():
     sharded = jax.device_put(logits, NamedSharding(mesh, PartitionSpec(None, "tensor")))
     for sampling in [Sampling(), Sampling(top_k=20)]:
         np.testing.assert_array_equal(
-            draw(sharded, key, position, sampling).token,
-            draw(logits, key, position, sampling).token,
+            draw(sharded, key, position, *law_of(sampling)).token,
+            draw(logits, key, position, *law_of(sampling)).token,
         )
 
 
@@ -344,13 +390,20 @@ def test_a_sharded_vocabulary_changes_nothing():
 def test_ranks_begin_with_the_draw_and_are_distinct(sampling, vocabulary):
     logits = logits_of(vocabulary, (256,))
     (key, position) = keys(256)
-    ranks = np.asarray(rank(logits, key, position, sampling, 6))
-    np.testing.assert_array_equal(ranks[:, 0], draw(logits, key, position, sampling).token)
-    allowed = np.isfinite(truncate(logits, sampling if sampling.temperature else Sampling()))
+    ranks = np.asarray(rank(logits, key, position, *law_of(sampling), 6))
+    np.testing.assert_array_equal(ranks[:, 0], draw(logits, key, position, *law_of(sampling)).token)
+    allowed = np.isfinite(truncate(logits, *law_of(sampling))[0])
     for row, kept in zip(ranks, allowed, strict=True):
         real = row[row >= 0]
         assert len(set(real)) == len(real) == min(6, kept.sum()) and kept[real].all()
-    np.testing.assert_array_equal(rank(logits, key, position, sampling, 2), ranks[:, :2])
+    np.testing.assert_array_equal(rank(logits, key, position, *law_of(sampling), 2), ranks[:, :2])
+
+
+@pytest.mark.parametrize("truncation", [UNTRUNCATED, Truncation(2, 0.5)], ids=str)
+def test_greedy_ranks_are_the_largest_logits(truncation):
+    logits = logits_of(3000, (64,))
+    ranks = rank(logits, *keys(64), 0.0, truncation, 6)
+    np.testing.assert_array_equal(ranks, jax.lax.top_k(logits, 6)[1])
 
 
 @pytest.mark.parametrize("offset", [0.0, 300.0, 5e3, -5e3])
@@ -358,16 +411,16 @@ def test_the_draw_is_the_first_rank_though_scores_are_rounded(offset):
     """Large logits leave few bits for the noise, so that runners-up come near the best."""
     logits = offset + logits_of(40, (4096,), scale=0.01)
     (key, position) = keys(4096)
-    ranks = np.asarray(rank(logits, key, position, Sampling(), 2))
-    np.testing.assert_array_equal(ranks[:, 0], draw(logits, key, position, Sampling()).token)
+    ranks = np.asarray(rank(logits, key, position, 1.0, UNTRUNCATED, 2))
+    np.testing.assert_array_equal(ranks[:, 0], draw(logits, key, position, 1.0).token)
 
 
 def test_ranks_end_where_tokens_do():
     logits = logits_of(300, (8,))
     (key, position) = keys(8)
-    ranks = np.asarray(rank(logits, key, position, Sampling(top_k=3), 5))
+    ranks = np.asarray(rank(logits, key, position, 1.0, Truncation(3), 5))
     assert (ranks[:, :3] >= 0).all() and (ranks[:, 3:] == -1).all()
-    assert (np.asarray(rank(logits[:, :2], key, position, Sampling(0.0), 4))[:, 2:] == -1).all()
+    assert (np.asarray(rank(logits[:, :2], key, position, 0.0, UNTRUNCATED, 4))[:, 2:] == -1).all()
 
 
 def without_replacement(first: np.ndarray) -> np.ndarray:
@@ -381,7 +434,9 @@ def test_ranks_are_drawn_without_replacement():
     places = np.array([0, 1, 2, 3, 255, 256, 257, 300, 511, 512, 600, 699])
     likely = logits_of(12, scale=1.0)
     logits = jnp.full(700, -jnp.inf).at[places].set(likely)
-    ranks = np.searchsorted(places, sample(rank, logits, sampling=Sampling(), count=3))
+    ranks = np.searchsorted(
+        places, sample(rank, logits, temperature=1.0, truncation=UNTRUNCATED, count=3)
+    )
     first = expected_law(likely, Sampling())
     pairs = without_replacement(first)
     assert p_value(ranks[:, 0] * 12 + ranks[:, 1], pairs) > SIGNIFICANCE
@@ -422,12 +477,12 @@ def test_a_draw_stands_within_its_margin(sampling):
     """Logits moved by less than a quarter of the margin, or of a hundredth, give the same token."""
     logits = logits_of(700, (512,))
     (key, position) = keys(512)
-    token = draw(logits, key, position, sampling).token
+    token = draw(logits, key, position, *law_of(sampling)).token
     margin = decision_margin(logits, key, position, sampling)
     assert (np.asarray(margin) >= 0).all() and float(jnp.median(margin)) > 0.05
     noise = jnp.asarray(np.random.default_rng(1).uniform(-1, 1, logits.shape), jnp.float32)
     scale = 0.25 * jnp.minimum(margin, 0.01) * max(sampling.temperature, 0.5)
-    moved = draw(logits + noise * scale[:, None], key, position, sampling).token
+    moved = draw(logits + noise * scale[:, None], key, position, *law_of(sampling)).token
     np.testing.assert_array_equal(moved, token)
 
 
@@ -437,8 +492,10 @@ def test_a_small_change_only_moves_draws_of_small_margin(sampling):
     logits = logits_of(700, (10_000,), scale=1.0)
     (key, position) = keys(10_000)
     noise = jnp.asarray(np.random.default_rng(1).uniform(-1, 1, logits.shape), jnp.float32)
-    before = draw(logits, key, position, sampling).token
-    changed = np.asarray(before != draw(logits + 1e-4 * noise, key, position, sampling).token)
+    before = draw(logits, key, position, *law_of(sampling)).token
+    changed = np.asarray(
+        before != draw(logits + 1e-4 * noise, key, position, *law_of(sampling)).token
+    )
     margin = np.asarray(decision_margin(logits, key, position, sampling))
     assert changed.any() and (margin[changed] < 1e-3).all() and (margin < 1e-3).mean() < 0.01
 

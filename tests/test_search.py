@@ -13,7 +13,6 @@ from rlhf_jax.placement.plan import Placement
 from rlhf_jax.placement.search.branch_and_bound import lower_bound, search
 from rlhf_jax.placement.search.parts import part_sizes, part_starts
 from rlhf_jax.placement.search.schedule import (
-    STAGES,
     Option,
     Placed,
     Problem,
@@ -23,7 +22,12 @@ from rlhf_jax.placement.search.schedule import (
     steady_seconds,
 )
 
-CALLS = [call for stage in STAGES for call in stage]
+CALLS = (
+    "generation",
+    *(f"{role}_inference" for role in ("reward", "policy", "reference", "critic")),
+    "policy_training",
+    "critic_training",
+)
 
 
 def options_of(draw: random.Random, blocks: int, shapes: int = 1) -> list[Option]:

@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 from learning import sequences_of
 
+from rlhf_jax.algorithms.grpo import advantage_config
 from rlhf_jax.config import default
 from rlhf_jax.inference.scoring import score_sequences
 from rlhf_jax.inference.values import critic_of
 from rlhf_jax.losses import kl as divergence
 from rlhf_jax.losses.advantages import EstimatorConfig, whiten
 from rlhf_jax.model.transformer import forward, init
+from rlhf_jax.rewards.samples import penalise_and_clip
 from rlhf_jax.sequences.batch import Sequences
-from rlhf_jax.training.experience import AdvantageConfig, penalise_and_clip
+from rlhf_jax.training.experience import AdvantageConfig
 
 LAW = np.array([0.5, 0.3, 0.2])
 REFERENCE = np.array([0.2, 0.2, 0.6])
@@ -112,27 +114,22 @@ def test_equal_numbers_are_not_blown_up():
 def test_rewards_are_clipped_and_a_missing_end_is_paid_for():
     rewards = np.array([-3.0, 0.5, 2.0], np.float32)
     ended = np.array([True, False, True])
-    clipping = AdvantageConfig("grpo", EstimatorConfig(), clip=1.0)
-    np.testing.assert_array_equal(
-        penalise_and_clip(rewards, ended, clipping), np.array([-1.0, 0.5, 1.0], np.float32)
-    )
-    penalising = AdvantageConfig("grpo", EstimatorConfig(), missing_end=0.25)
-    np.testing.assert_array_equal(
-        penalise_and_clip(rewards, ended, penalising), np.array([-3.0, 0.25, 2.0], np.float32)
-    )
+    clipped = penalise_and_clip(rewards, ended, missing_end=0.0, clip=1.0)
+    np.testing.assert_array_equal(clipped, np.array([-1.0, 0.5, 1.0], np.float32))
+    paid = penalise_and_clip(rewards, ended, missing_end=0.25, clip=0.0)
+    np.testing.assert_array_equal(paid, np.array([-3.0, 0.25, 2.0], np.float32))
+    assert clipped.dtype == paid.dtype == np.float32
 
 
 PLAIN = AdvantageConfig("grpo", EstimatorConfig(4))
 SETTINGS = [  # a key, a value, and what follows from it
-    ("advantage.estimator", "rloo", {"estimator": "rloo"}),
+    ("algorithm.estimator", "rloo", {"estimator": "rloo"}),
     ("generation.samples_per_prompt", 7, {"estimation": EstimatorConfig(7)}),
-    ("advantage.deviation", "population", {"estimation": EstimatorConfig(4, "population")}),
-    ("advantage.discount", 0.5, {"estimation": EstimatorConfig(4, discount=0.5)}),
-    ("advantage.gae_lambda", 0.5, {"estimation": EstimatorConfig(4, gae_lambda=0.5)}),
+    ("algorithm.deviation", "population", {"estimation": EstimatorConfig(4, "population")}),
+    ("algorithm.discount", 0.5, {"estimation": EstimatorConfig(4, discount=0.5)}),
+    ("algorithm.gae_lambda", 0.5, {"estimation": EstimatorConfig(4, gae_lambda=0.5)}),
     ("kl.estimator", "k1", {"kl_estimator": "k1"}),
     ("kl.place", "reward", {"kl_in_reward": True}),
-    ("reward.missing_end", 0.5, {"missing_end": 0.5}),
-    ("reward.clip", 0.5, {"clip": 0.5}),
     ("reward.whiten", True, {"whiten": True}),
     ("training.drop_overlong", True, {"drop_overlong": True}),
 ]
@@ -142,11 +139,10 @@ SETTINGS = [  # a key, a value, and what follows from it
 def test_each_key_of_a_config_changes_what_it_names(key, value, follows):
     """And the defaults of both are the same."""
     config = default()
-    config.advantage.estimator = "grpo"
     config.generation.samples_per_prompt = 4
-    assert AdvantageConfig.from_config(config) == PLAIN
+    assert advantage_config(config) == PLAIN
     config.update_from_flattened_dict({key: value})
-    assert AdvantageConfig.from_config(config) == dataclasses.replace(PLAIN, **follows)
+    assert advantage_config(config) == dataclasses.replace(PLAIN, **follows)
 
 
 @pytest.mark.parametrize("kl, wanted", [(6.0, 0.1), (6.6, 0.101), (60.0, 0.102), (0.0, 0.098)])

@@ -5,12 +5,13 @@ import dataclasses
 import pytest
 
 from rlhf_jax.generation.history import History
-from rlhf_jax.state import HostState, SpeculationState
+from rlhf_jax.state import GenerationState, HostState, SpeculationState
 
 
-def host_state(**changes) -> HostState:
+def host_state(next_id: int = 0, **changes) -> HostState:
     kind = SpeculationState(History(8))
-    return dataclasses.replace(HostState(0, {"epoch": 0}, kind, kind, 0.1, 0.1), **changes)
+    generation = GenerationState(kind, kind, next_id)
+    return dataclasses.replace(HostState(0, {"epoch": 0}, generation, 0.1, 0.1), **changes)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from rlhf_jax.monitoring import trace as timeline
-from rlhf_jax.monitoring.trace import Span, Timeline, apart, chrome_trace, idle_share, since, write
+from rlhf_jax.monitoring.trace import Span, apart, chrome_trace, idle_share, since, write
 
 SLICES = ("slice 0", "slice 1", "slice 2")
 
@@ -155,11 +155,10 @@ def test_clocks_of_several_processes_become_one():
 
 
 def test_the_latest_are_kept_and_none_of_later_steps(tmp_path):
-    stage = Timeline()
-    stage.add(generate(0, 0.0, 1.0))
+    spans = [generate(0, 0.0, 1.0)]
     for step in [*range(8, 20), 15]:
         assert (
-            write(tmp_path, step, stage.spans, SLICES[:1])
+            write(tmp_path, step, spans, SLICES[:1])
             == tmp_path / "timeline" / f"step-{step:06d}.json"
         )
     found = sorted(path.name for path in (tmp_path / "timeline").iterdir())
@@ -167,10 +166,10 @@ def test_the_latest_are_kept_and_none_of_later_steps(tmp_path):
         "those of 16 to 19 were of an interrupted run"
     )
     for step in range(16, 30):
-        write(tmp_path, step, stage.spans, SLICES[:1])
+        write(tmp_path, step, spans, SLICES[:1])
     assert len(list((tmp_path / "timeline").iterdir())) == timeline.KEPT_TRACES
     assert json.loads((tmp_path / "timeline/step-000029.json").read_text()) == chrome_trace(
-        stage.spans, SLICES[:1]
+        spans, SLICES[:1]
     )
 
 

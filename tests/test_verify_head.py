@@ -24,7 +24,7 @@ from pallas_kernels.verify_head import gpu, reference, tpu
 from rlhf_jax.generation.speculative.sampling import Sampling, block_noise, draw, draw_inside
 
 IMPLEMENTATIONS = {
-    "reference": jax.jit(reference.verify_head, static_argnames=("temperature", "tied")),
+    "reference": jax.jit(reference.verify_head, static_argnames="tied"),
     "tpu": functools.partial(tpu.verify_head, interpret=True),
     "gpu": on_gpu(gpu.verify_head),
 }
@@ -45,24 +45,29 @@ def inputs(rows: int, width: int, vocab: int, *, tied=False, dtype=jnp.float32, 
     return jnp.asarray(hidden, dtype), jnp.asarray(head.T if tied else head, dtype), noise
 
 
-def exact_logits(hidden, head, temperature: float, tied: bool) -> np.ndarray:
+def mixed(rows: int) -> jax.Array:
+    """Temperatures [R], greedy rows among them."""
+    return jnp.asarray(np.resize(np.array([0.7, 0.0, 1.0, 1.3], np.float32), rows))
+
+
+def exact_logits(hidden, head, temperature: np.ndarray, tied: bool) -> np.ndarray:
     """Tempered logits [R, blocks, 256] in float64, -inf past V."""
     hidden = np.asarray(hidden, np.float64)
     head = np.asarray(head, np.float64)
     with np.errstate(invalid="ignore"):
-        z = hidden @ (head.T if tied else head) / (temperature or 1.0)
+        z = hidden @ (head.T if tied else head) / np.where(temperature, temperature, 1)[:, None]
     z = np.pad(z, ((0, 0), (0, -z.shape[1] % BLOCK)), constant_values=-np.inf)
     return z.reshape(len(z), -1, BLOCK)
 
 
-def assert_parts(parts, hidden, head, noise, *, temperature: float, tied: bool) -> None:
+def assert_parts(parts, hidden, head, noise, temperature, *, tied: bool) -> None:
     """Parts are those of float64 to within the tolerance, the block one that is best to within the
     tolerance.
     """
+    temperature = np.asarray(temperature, np.float64)
     z = exact_logits(hidden, head, temperature, tied)
-    scores = (
-        z.max(-1) if noise is None else np.asarray(noise, np.float64) + np.asarray(logsumexp(z, -1))
-    )
+    noisy = np.asarray(noise, np.float64) + np.asarray(logsumexp(z, -1))
+    scores = np.where(temperature[:, None] == 0, z.max(-1), noisy)
     bound = TOLERANCE[hidden.dtype.type] * np.abs(np.where(np.isfinite(z), z, 0)).max((1, 2))
     rows = np.arange(len(z))
     block = np.asarray(parts.block)
@@ -85,11 +90,8 @@ def assert_parts(parts, hidden, head, noise, *, temperature: float, tied: bool) 
 @pytest.mark.parametrize("name", by_name())
 def test_parts_are_those_of_float64(name, dtype, verify):
     shape = reduced(SHAPES[name])
-    temperature = 0.7 if dtype == jnp.float32 else 0.0
-    hidden, head, noise = inputs(18, shape.width, shape.vocab, tied=shape.tied, dtype=dtype)
-    options = {"temperature": temperature, "tied": shape.tied}
-    noise = noise if temperature else None
-    assert_parts(verify(hidden, head, noise, **options), hidden, head, noise, **options)
+    given = *inputs(18, shape.width, shape.vocab, tied=shape.tied, dtype=dtype), mixed(18)
+    assert_parts(verify(*given, tied=shape.tied), *given, tied=shape.tied)
 
 
 @of_any_size
@@ -99,39 +101,43 @@ def test_parts_are_those_of_float64(name, dtype, verify):
     ids=["less than a block", "one token more", "more than 128 blocks a span", "several row tiles"],
 )
 def test_sizes_need_not_fit_tiles(rows, width, vocab, tied, verify):
-    given = inputs(rows, width, vocab, tied=tied)
-    options = {"temperature": 1.3, "tied": tied}
-    assert_parts(verify(*given, **options), *given, **options)
+    given = *inputs(rows, width, vocab, tied=tied), mixed(rows)
+    assert_parts(verify(*given, tied=tied), *given, tied=tied)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_the_kernel_by_tpu_semantics(temperature):
+def test_the_kernel_by_tpu_semantics():
     """In the interpreter of TPUs memory that nobody wrote is NaN: beside ragged tiles, in buffers
     before their use.
     """
-    hidden, head, noise = inputs(21, 128, 4700, tied=True)
-    options = {"temperature": temperature, "tied": True}
-    noise = noise if temperature else None
-    parts = tpu.verify_head(hidden, head, noise, **options, interpret=pltpu.InterpretParams())
-    assert_parts(parts, hidden, head, noise, **options)
+    given = *inputs(21, 128, 4700, tied=True), mixed(21)
+    parts = tpu.verify_head(*given, tied=True, interpret=pltpu.InterpretParams())
+    assert_parts(parts, *given, tied=True)
 
 
 @every
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_tokens_that_cannot_be_drawn(temperature, verify, dtype):
+def test_a_temperature_of_each_node_is_that_of_a_call_of_its_own(verify, dtype):
+    """Bit for bit, and several are one program."""
+    given = inputs(8, 64, 1472, dtype=dtype)
+    together = verify(*given, mixed(8), tied=False)
+    for temperature in set(mixed(8).tolist()):
+        own = np.asarray(mixed(8) == temperature)
+        alone = verify(*given, jnp.full(8, temperature), tied=False)
+        for ours, theirs in zip(together, alone, strict=True):
+            np.testing.assert_array_equal(np.asarray(ours)[own], np.asarray(theirs)[own])
+
+
+@every
+def test_tokens_that_cannot_be_drawn(verify, dtype):
     """Logits may be -inf: some of a block, a whole block, or all but one token."""
     hidden, head, noise = inputs(8, 64, 1472, dtype=dtype)
     hidden = hidden.at[:, 0].set(1.0)
     banned = np.zeros(1472, bool)
     banned[[*range(256), *range(300, 400), 1471]] = True
     for absent in (banned, np.arange(1472) != 700):
-        given = (
-            hidden,
-            jnp.where(absent & (jnp.arange(64)[:, None] == 0), -jnp.inf, head),
-            noise if temperature else None,
-        )
-        parts = verify(*given, temperature=temperature, tied=False)
-        assert_parts(parts, *given, temperature=temperature, tied=False)
+        words = jnp.where(absent & (jnp.arange(64)[:, None] == 0), -jnp.inf, head)
+        given = hidden, words, noise, mixed(8)
+        parts = verify(*given, tied=False)
+        assert_parts(parts, *given, tied=False)
     assert (np.asarray(parts.block) == 700 // BLOCK).all()
     np.testing.assert_allclose(
         parts.normaliser, np.asarray(parts.inside)[:, 700 % BLOCK], rtol=1e-6
@@ -139,20 +145,18 @@ def test_tokens_that_cannot_be_drawn(temperature, verify, dtype):
 
 
 @every
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_tokens_behind_the_vocabulary_do_not_count(temperature, verify, dtype):
+def test_tokens_behind_the_vocabulary_do_not_count(verify, dtype):
     """A head filled up to whole blocks gives what the head without them gives; of no tokens nothing
     is drawn.
     """
     hidden, head, noise = inputs(6, 64, 704, dtype=dtype)
     filled = jnp.pad(head, ((0, 0), (0, 4 * BLOCK - 704)), constant_values=9.0)
     longer = jnp.pad(noise, ((0, 0), (0, 1)))
-    options = {"temperature": temperature, "tied": False}
-    alone = verify(hidden, head, noise if temperature else None, **options)
-    parts = verify(hidden, filled, longer if temperature else None, jnp.int32(704), **options)
+    alone = verify(hidden, head, noise, mixed(6), tied=False)
+    parts = verify(hidden, filled, longer, mixed(6), jnp.int32(704), tied=False)
     for ours, theirs in zip(parts, alone, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
-    none = verify(hidden, filled, longer if temperature else None, jnp.int32(0), **options)
+    none = verify(hidden, filled, longer, mixed(6), jnp.int32(0), tied=False)
     assert (np.asarray(none.normaliser) == -np.inf).all() and (
         np.asarray(none.inside) == -np.inf
     ).all()
@@ -167,35 +171,36 @@ def test_of_equal_scores_the_first_block_wins(verify, dtype):
     block = random.integers(-3, 4, (64, BLOCK))
     head = jnp.asarray(np.concatenate([np.zeros((64, BLOCK)), *[block] * 19], 1), dtype)
     hidden = jnp.asarray(random.integers(1, 4, (5, 64)), dtype)
-    for noise, temperature in ((None, 0.0), (jnp.zeros((5, 20)), 1.0)):
-        parts = verify(hidden, head, noise, temperature=temperature, tied=False)
-        np.testing.assert_array_equal(parts.block, np.ones(5))
+    temperature = jnp.asarray([0.0, 1.0, 0.0, 1.0, 1.0])
+    parts = verify(hidden, head, jnp.zeros((5, 20)), temperature, tied=False)
+    np.testing.assert_array_equal(parts.block, np.ones(5))
 
 
 @every
-def test_noise_belongs_to_a_temperature(verify, dtype):
+def test_noise_and_temperature_are_of_every_node(verify, dtype):
     hidden, head, noise = inputs(2, 64, 320, dtype=dtype)
-    for wrong, temperature in ((noise, 0.0), (None, 1.0), (noise[:, :1], 1.0)):
+    for wrong in ((noise[:, :1], jnp.ones(2)), (noise, jnp.ones(1)), (noise, jnp.ones((2, 1)))):
         with pytest.raises(AssertionError):
-            verify(hidden, head, wrong, temperature=temperature, tied=False)
+            verify(hidden, head, *wrong, tied=False)
 
 
 # Draws
 
 
-@functools.partial(jax.jit, static_argnames=("sampling", "verify"))
-def drawn(hidden, head, key, position, *, sampling: Sampling, verify):
+@functools.partial(jax.jit, static_argnames="verify")
+def drawn(hidden, head, key, position, temperature, *, verify):
     """The draw without logits."""
-    noise = block_noise(key, position, head.shape[1]) if sampling.temperature else None
-    parts = verify(hidden, head, noise, temperature=sampling.temperature, tied=False)
-    return draw_inside(parts, key, position, sampling)
+    noise = block_noise(key, position, head.shape[1])
+    parts = verify(hidden, head, noise, temperature, tied=False)
+    return draw_inside(parts, key, position, temperature)
 
 
 @functools.partial(jax.jit, static_argnames="sampling")
 def drawn_from_logits(hidden, head, key, position, *, sampling: Sampling):
     """The draw of logits, and how far it is from another."""
     logits = jnp.dot(hidden, head, precision=jax.lax.Precision.HIGHEST)
-    return draw(logits, key, position, sampling), decision_margin(logits, key, position, sampling)
+    drawn = draw(logits, key, position, sampling.temperature)
+    return drawn, decision_margin(logits, key, position, sampling)
 
 
 def keys(seed: int, count: int) -> tuple[jax.Array, jax.Array]:
@@ -220,10 +225,11 @@ def test_draws_are_those_of_the_logits(sampling, seeds):
     """
     hidden, head, _ = inputs(1000, 64, 4700)
     verify = IMPLEMENTATIONS["tpu"]
+    temperature = jnp.full(1000, sampling.temperature)
     ties = 0
     for seed in range(seeds):
         key, position = keys(seed, 1000)
-        ours = drawn(hidden, head, key, position, sampling=sampling, verify=verify)
+        ours = drawn(hidden, head, key, position, temperature, verify=verify)
         theirs, margin = drawn_from_logits(hidden, head, key, position, sampling=sampling)
         differs = np.asarray(ours.token != theirs.token)
         assert (np.asarray(margin)[differs] < 1e-4).all()
@@ -240,9 +246,10 @@ def test_draws_follow_the_law():
     head = jnp.asarray(np.stack([logits, *np.zeros((7, 700))]), jnp.float32)
     hidden = jnp.zeros((10_000, 8)).at[:, 0].set(1.0)
     outcomes = []
+    temperature = jnp.full(10_000, 0.7)
     for seed in range(10):
-        given = hidden, head, *keys(seed, 10_000)
-        outcomes.append(drawn(*given, sampling=Sampling(0.7), verify=IMPLEMENTATIONS["tpu"]).token)
+        given = hidden, head, *keys(seed, 10_000), temperature
+        outcomes.append(drawn(*given, verify=IMPLEMENTATIONS["tpu"]).token)
     tokens = np.concatenate(outcomes)
     assert p_value(tokens, expected_law(logits, Sampling(0.7))) > SIGNIFICANCE
     assert p_value(tokens, expected_law(logits, Sampling(0.75))) < SIGNIFICANCE
@@ -252,18 +259,17 @@ def test_draws_follow_the_law():
 
 
 @of_any_size
-@pytest.mark.parametrize(("shards", "temperature"), [(2, 0.7), (4, 0.0), (8, 0.7)])
-def test_a_sharded_vocabulary_changes_nothing(shards, temperature, verify):
+@pytest.mark.parametrize("shards", [2, 4, 8])
+def test_a_sharded_vocabulary_changes_nothing(shards, verify):
     """Parts of shards, combined, are those of the whole; one shard has nothing that can be
     drawn.
     """
     hidden, head, noise = inputs(12, 16, 16 * BLOCK)
     head = head.at[:, : 2 * BLOCK].set(-jnp.inf)
-    noise = noise if temperature else None
-    hidden = jnp.abs(hidden)
+    given = jnp.abs(hidden), head, noise, mixed(12)
 
-    def local(hidden, head, noise):
-        parts = verify(hidden, head, noise, temperature=temperature, tied=False)
+    def local(hidden, head, noise, temperature):
+        parts = verify(hidden, head, noise, temperature, tied=False)
         offset = jax.lax.axis_index("tensor") * (head.shape[1] // BLOCK)
         return reference.combine(parts, "tensor", offset)
 
@@ -272,15 +278,17 @@ def test_a_sharded_vocabulary_changes_nothing(shards, temperature, verify):
     mesh = Mesh(np.array(jax.devices()[:shards]), ("tensor",))
     combined = jax.jit(
         jax.shard_map(
-            local, mesh=mesh, in_specs=(whole, split, split), out_specs=whole, check_vma=False
+            local,
+            mesh=mesh,
+            in_specs=(whole, split, split, whole),
+            out_specs=whole,
+            check_vma=False,
         )
     )
-    parts = combined(hidden, head, noise)
+    parts = combined(*given)
     assert len(set(np.asarray(parts.block).tolist())) > 2
-    assert_parts(parts, hidden, head, noise, temperature=temperature, tied=False)
-    together = IMPLEMENTATIONS["reference"](
-        hidden, head, noise, temperature=temperature, tied=False
-    )
+    assert_parts(parts, *given, tied=False)
+    together = IMPLEMENTATIONS["reference"](*given, tied=False)
     np.testing.assert_array_equal(parts.block, together.block)
 
 
@@ -306,17 +314,17 @@ def test_combining_takes_the_first_of_equal_shards():
 # What it compiles to
 
 OTHER_CASES = (
-    ("v5p", 1, jnp.bfloat16, 0.0),
-    ("v5p", 64 * 33, jnp.bfloat16, 1.0),
-    ("v5p", 32 * 9, jnp.float32, 1.0),
-    ("v5e", 64 * 9, jnp.bfloat16, 1.0),
-    ("v6e", 64 * 9, jnp.bfloat16, 1.0),
+    ("v5p", 1, jnp.bfloat16),
+    ("v5p", 64 * 33, jnp.bfloat16),
+    ("v5p", 32 * 9, jnp.float32),
+    ("v5e", 64 * 9, jnp.bfloat16),
+    ("v6e", 64 * 9, jnp.bfloat16),
 )
 
 
 def memory_of(step, chip: str, rows: int, shape: Shape, dtype) -> int:
-    """Temporary bytes of step(hidden, head, key [R, 2], position [R]) on one chip, as the compiler
-    plans them.
+    """Temporary bytes of step(hidden, head, key [R, 2], position [R], temperature [R]) on one chip,
+    as the compiler plans them.
     """
     head = (shape.vocab, shape.width) if shape.tied else (shape.width, shape.vocab)
     kinds = (
@@ -324,6 +332,7 @@ def memory_of(step, chip: str, rows: int, shape: Shape, dtype) -> int:
         (head, dtype),
         ((rows, 2), jnp.uint32),
         ((rows,), jnp.int32),
+        ((rows,), jnp.float32),
     )
     given = [jax.ShapeDtypeStruct(*kind, sharding=one(chip)) for kind in kinds]
     memory = jax.jit(step).lower(*given).compile().memory_analysis()
@@ -331,39 +340,37 @@ def memory_of(step, chip: str, rows: int, shape: Shape, dtype) -> int:
     return memory.temp_size_in_bytes
 
 
-def step_of(verify, shape: Shape, sampling: Sampling):
+def step_of(verify, shape: Shape):
     """From hidden states to a draw, without logits."""
 
-    def step(hidden, head, key, position):
-        noise = block_noise(key, position, shape.vocab) if sampling.temperature else None
-        parts = verify(hidden, head, noise, temperature=sampling.temperature, tied=shape.tied)
-        return draw_inside(parts, key, position, sampling)
+    def step(hidden, head, key, position, temperature):
+        noise = block_noise(key, position, shape.vocab)
+        parts = verify(hidden, head, noise, temperature, tied=shape.tied)
+        return draw_inside(parts, key, position, temperature)
 
     return step
 
 
-def step_with_logits(hidden, head, key, position):
+def step_with_logits(hidden, head, key, position, temperature):
     logits = jnp.dot(hidden, head, preferred_element_type=jnp.float32)
-    return draw(logits, key, position, Sampling())
+    return draw(logits, key, position, temperature)
 
 
 @pytest.mark.slow
 @needs_libtpu
 @pytest.mark.parametrize(
-    ("name", "chip", "rows", "dtype", "temperature"),
+    ("name", "chip", "rows", "dtype"),
     [
-        *((name, "v5p", 64 * 9, jnp.bfloat16, 0.7) for name in SHAPES),
+        *((name, "v5p", 64 * 9, jnp.bfloat16) for name in SHAPES),
         *few([(name, *case) for name in SHAPES for case in OTHER_CASES], 0),
     ],
 )
-def test_it_compiles_for_tpus(name, chip, rows, dtype, temperature, uncached):
+def test_it_compiles_for_tpus(name, chip, rows, dtype, uncached):
     """And needs little more than its parts: noise and log-sum-exps of blocks, and a block of logits
     a span.
     """
     shape = SHAPES[name]
-    memory = memory_of(
-        step_of(tpu.verify_head, shape, Sampling(temperature)), chip, rows, shape, dtype
-    )
+    memory = memory_of(step_of(tpu.verify_head, shape), chip, rows, shape, dtype)
     print(f"{name} {chip} {rows} rows {dtype.__name__}: {memory / 1e6:.2f} MB")
     blocks = -(-shape.vocab // BLOCK)
     assert memory < 4 * rows * (4 * blocks + 6 * BLOCK) + 4e6
@@ -376,7 +383,7 @@ def test_the_logits_are_gone(uncached):
     shape = SHAPES["llama3_8b"]
     rows = 64 * 9
     before = memory_of(step_with_logits, "v5p", rows, shape, jnp.bfloat16)
-    after = memory_of(step_of(tpu.verify_head, shape, Sampling()), "v5p", rows, shape, jnp.bfloat16)
+    after = memory_of(step_of(tpu.verify_head, shape), "v5p", rows, shape, jnp.bfloat16)
     logits = 4 * rows * shape.vocab
     print(
         f"temporary memory {before / 1e6:.1f} MB with logits ({logits / 1e6:.1f} MB),"

@@ -1,5 +1,5 @@
 """A toy of each registry, as a user's own file outside the package would have them: a drafter, an
-advantage estimator, a source of rewards, an objective and a model family.
+advantage estimator, a source of rewards, algorithms and a model family.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import rlhf_jax
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.protocol import Proposal
+from rlhf_jax.losses.value import value_loss
 from rlhf_jax.mesh import pin_rows
-from rlhf_jax.objectives.reward import RewardObjective
 from rlhf_jax.rewards.combination import as_scores
 
 
@@ -61,20 +62,39 @@ class LengthSource(rlhf_jax.RewardSource):
         yield score
 
 
-class Guessing(RewardObjective):
-    """Learns as the rewards say, and counts its steps in a metric of its own."""
+def counted(batch, config):
+    """Advantages as the rewards say, and a metric of its own."""
+    batch, metrics = rlhf_jax.GRPO.prepare(batch, config)
+    return batch, metrics | {"toy/samples": float(len(batch.tokens))}
 
-    def title(self, config):
-        return "guessing"
 
-    @staticmethod
-    def step(state, run, observe):
-        state, report = RewardObjective.step(state, run, observe)
-        told = report.metrics | {"toy/steps": state.step}
-        return state, dataclasses.replace(report, metrics=told)
+def judged(terms):
+    """A critic's loss, of the judge's values."""
+    known, mask = terms.batch.columns, terms.batch.mask
+    losses = value_loss(terms.scores, known["judge_values"], known["returns"], mask=mask, clip=0.2)
+    return losses, {"judge/loss": terms.mean(losses)}
 
-    def report_names(self):
-        return {"toy/steps": "guesses", "reward/mean": "luck"}
+
+def rewards_as_returns(batch, config):
+    """Returns that are the sample's reward at each token; and how far the judge is from the rater
+    that it began as.
+    """
+    known = batch.columns
+    returns = np.where(batch.mask, known["rewards"][:, None], 0.0).astype(np.float32)
+    moved = np.abs(known["judge_values"] - known["rater_values"])[batch.mask].mean()
+    return batch.with_columns(returns=returns), {"judge/moved": float(moved)}
+
+
+JUDGE_LOSS = rlhf_jax.ValueLoss(judged, reads=("judge_values", "returns"))
+TWO_CRITICS = dataclasses.replace(
+    rlhf_jax.PPO,
+    losses={**rlhf_jax.PPO.losses, "judge": JUDGE_LOSS},
+    scores=lambda config: (*rlhf_jax.PPO.scorers(config), "judge"),
+)
+# a judge that learns from the samples of a policy that does not, beside a rater that stays
+JUDGE_ALONE = rlhf_jax.Algorithm(
+    "a judge alone", {"judge": JUDGE_LOSS}, ("judge", "rater"), rewards_as_returns
+)
 
 
 def register() -> None:
@@ -84,5 +104,6 @@ def register() -> None:
         rlhf_jax.Estimator("toy", rlhf_jax.of_samples(doubled), compares_group=True)
     )
     rlhf_jax.register_reward_source("toy", LengthSource())
-    rlhf_jax.register_objective("toy", Guessing())
+    guessing = dataclasses.replace(rlhf_jax.GRPO, title="guessing", prepare=counted)
+    rlhf_jax.register_algorithm("toy", guessing)
     rlhf_jax.register_family(rlhf_jax.Family("toy", "Toy", qk_norm=True))

@@ -18,7 +18,7 @@ from benchmarks.gpu.decoding import figures
 from benchmarks.gpu.ledger import Case, Ledger
 from benchmarks.gpu.setting import Sizes, decoding_case, layouts, random_model
 from benchmarks.gpu.step import OURS
-from rlhf_jax.generation.speculative.sampling import Sampling, draw
+from rlhf_jax.generation.speculative.sampling import draw
 
 NODES = (1, 9)
 CALLS = 10  # in a row, so that what starts a call does not count
@@ -51,7 +51,7 @@ def time_draws(rows: int, nodes: int, vocabulary: int) -> dict[str, Any]:
         return token, jnp.take_along_axis(law, token[..., None], axis=-1)
 
     contenders: dict[str, Callable] = {
-        "replayable": jax.jit(lambda logits: draw(logits, keys, positions, Sampling(1.0))[:2]),
+        "replayable": jax.jit(lambda logits: draw(logits, keys, positions, 1.0)[:2]),
         "categorical": jax.jit(categorical),
         "greedy": jax.jit(lambda logits: jnp.argmax(logits, -1)),
     }

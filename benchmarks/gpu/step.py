@@ -19,7 +19,7 @@ from benchmarks.contest import spread
 from benchmarks.gpu import passes
 from benchmarks.gpu.ledger import Case, Ledger
 from benchmarks.gpu.setting import NO_STOP, Sizes, layouts, random_model
-from rlhf_jax.algorithms.policy_gradient import POLICY_LOSS
+from rlhf_jax.algorithms.grpo import POLICY_LOSS
 from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.requests import GenerationConfig, Request, as_sequences
 from rlhf_jax.generation.speculative import tree
@@ -125,11 +125,13 @@ def take_step(
         )
     advantages = grpo(jnp.asarray(rewards), loop.sizes.group)[:, None]
     batch = batch.with_columns(
-        reference_logprobs=reference_logprobs, advantages=jnp.where(batch.mask, advantages, 0.0)
+        reference_logprobs=reference_logprobs,
+        advantages=jnp.where(batch.mask, advantages, 0.0),
+        kl_weight=jnp.float32(0.04),
     )
     with clock.phase("update") as results:
         learners = {"policy": loop.learner}
-        models, metrics = learn({"policy": policy}, batch, learners, step=number, kl_weight=0.04)
+        models, metrics = learn({"policy": policy}, batch, learners, step=number)
         results.append(models)
     return models["policy"], metrics
 

@@ -9,28 +9,27 @@ from pathlib import Path
 
 from turns import Turns
 
-from rlhf_jax import rlhf, trainer
-from rlhf_jax.config import default, objectives
-from rlhf_jax.objectives.reward import RewardObjective
+from rlhf_jax import iteration, trainer
+from rlhf_jax.config import default
 
 asked = json.loads(Path(sys.argv[1]).read_text())
 turns = Turns(("jax", "jaxlib"))
 
 
-class Timed(RewardObjective):
-    """The objective 'reward', each step of which is asked for."""
-
-    def step(self, state, run, observe):
-        turns.begin()
-        state, report = rlhf.step(state, run, observe)
-        kept = ("generation/seconds", "inference/seconds", "training/seconds", "generation/tokens")
-        turns.note(**{name: report.metrics[name] for name in kept})
-        return state, report
+step = iteration.step
 
 
-objectives.register("timed", Timed())
+def timed(state, run, observe):
+    """Take a step, each of which is asked for."""
+    turns.begin()
+    state, report = step(state, run, observe)
+    kept = ("generation/seconds", "inference/seconds", "training/seconds", "generation/tokens")
+    turns.note(**{name: report.metrics[name] for name in kept})
+    return state, report
+
+
+iteration.step = timed
 config = default()
-config.objective = "timed"
 config.workdir = str(Path(sys.argv[1]).parent / "rlhf_jax")
 config.steps = 1000
 config.model.path = asked["model"]
@@ -50,6 +49,6 @@ config.training.microbatch_rows = asked["prompts_per_step"] * asked["samples"]
 config.training.length_bucket = asked["length_bucket"]
 config.kl.coefficient = asked["kl"]
 if asked["algorithm"] == "ppo":
-    config.advantage.estimator = "gae"
+    config.algorithm.name = "ppo"
     config.kl.update(place="reward", estimator="k1")
 trainer.train(config)

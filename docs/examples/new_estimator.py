@@ -3,7 +3,7 @@ median of the others of its prompt.
 
     python docs/examples/new_estimator.py
 
-A config names it: config.advantage.estimator = "docs/examples/new_estimator.py:ESTIMATOR"
+A config names it: config.algorithm.estimator = "docs/examples/new_estimator.py:ESTIMATOR"
 """
 
 import jax

@@ -83,9 +83,9 @@ def _sums(options: Options, hidden: Array, head: Array, targets: Array) -> Sums:
     """Sum over the head's tokens in slices, and combine those."""
     rows, width = hidden.shape
     vocab = head.shape[0 if options.tied else 1]
-    plan = hopper.plan(rows, width, vocab, tied=options.tied, temperature=options.temperature)
+    plan = hopper.plan(rows, width, vocab, tied=options.tied)
     run = plgpu.kernel(
-        functools.partial(_sums_kernel, plan),
+        functools.partial(_sums_kernel, plan, options.temperature),
         out_type=(jax.ShapeDtypeStruct((plan.slices, plan.rows), jnp.float32),) * 3,
         scratch_types=hopper.ring(plan),
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -113,7 +113,9 @@ def _whole_tiles(plan: ProductPlan, rows: list[Array], hidden: Array, head: Arra
     ]
 
 
-def _sums_kernel(plan: ProductPlan, target: Ref, hidden: Ref, head: Ref, *refs: Any) -> None:
+def _sums_kernel(
+    plan: ProductPlan, temperature: float, target: Ref, hidden: Ref, head: Ref, *refs: Any
+) -> None:
     """Sum over one slice of the vocabulary for the rows of one warpgroup."""
     out = refs[:3]
     ring = hopper.Ring(*refs[3:])
@@ -122,7 +124,7 @@ def _sums_kernel(plan: ProductPlan, target: Ref, hidden: Ref, head: Ref, *refs: 
 
     def visit(block: Array, logits: Callable[[], Array], running: RunningSums) -> RunningSums:
         """Add one block, by the online softmax."""
-        z = _tempered(plan, logits(), block)
+        z = _known(plan, logits() / temperature, block)
         ids = block * BLOCK + hopper.columns(z.shape)
         top = jnp.maximum(running.top, jnp.max(z, axis=1))
         below = z - across(top, z.shape)
@@ -144,10 +146,10 @@ def _sums_kernel(plan: ProductPlan, target: Ref, hidden: Ref, head: Ref, *refs: 
         ref[mine.part, mine.rows] = result
 
 
-def _tempered(plan: ProductPlan, logits: Array, block: Array) -> Array:
-    """Return tempered logits [WARPGROUP_ROWS, 256] of a block, LOWEST past the vocabulary."""
-    ids = block * BLOCK + hopper.columns(logits.shape)
-    return jnp.where(ids < plan.vocab, logits / plan.temperature, LOWEST)
+def _known(plan: ProductPlan, z: Array, block: Array) -> Array:
+    """Return tempered logits z [WARPGROUP_ROWS, 256] of a block, LOWEST past the vocabulary."""
+    ids = block * BLOCK + hopper.columns(z.shape)
+    return jnp.where(ids < plan.vocab, z, LOWEST)
 
 
 def _gradients(options: Options, hidden: Array, head: Array, *rows: Array) -> tuple[Array, Array]:
@@ -185,9 +187,9 @@ def _add_slice(
     words = lax.dynamic_slice_in_dim(head, first, size, axis).astype(jnp.bfloat16)
     target, *others = rows
     count, width = hidden.shape
-    plan = hopper.plan(count, width, size, tied=options.tied, temperature=options.temperature)
+    plan = hopper.plan(count, width, size, tied=options.tied)
     run = plgpu.kernel(
-        functools.partial(_d_scores_kernel, plan),
+        functools.partial(_d_scores_kernel, plan, options.temperature),
         out_type=jax.ShapeDtypeStruct((plan.rows, -(-size // UNIT) * UNIT), jnp.bfloat16),
         scratch_types=GradientScratch(
             hopper.ring(plan), hopper.smem(plan.warpgroups, WARPGROUP_ROWS, STRIP)
@@ -209,6 +211,7 @@ def _add_slice(
 
 def _d_scores_kernel(
     plan: ProductPlan,
+    temperature: float,
     target: Ref,
     normaliser: Ref,
     entropy: Ref,
@@ -233,7 +236,7 @@ def _d_scores_kernel(
 
     def visit(block: Array, logits: Callable[[], Array], _: None) -> None:
         """Write the gradients of one block, strip by strip."""
-        z = _tempered(plan, logits(), block)
+        z = _known(plan, logits() / temperature, block)
         for start in range(0, BLOCK, STRIP):
             part = z[:, start : start + STRIP]
             wanted, norm, whole, g_log, g_ent = (across(x, part.shape) for x in per_row)
@@ -241,7 +244,7 @@ def _d_scores_kernel(
             p = jnp.exp(log_p)
             ids = block * BLOCK + start + hopper.columns(part.shape)
             onehot = jnp.where(ids == wanted, 1.0, 0.0)
-            gradient = (g_log * (onehot - p) - g_ent * p * (log_p + whole)) / plan.temperature
+            gradient = (g_log * (onehot - p) - g_ent * p * (log_p + whole)) / temperature
             to = out.at[mine.rows, pl.ds(block * BLOCK + start, STRIP)]
             # By way of shared memory, whose copies leave out what lies past the end.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)

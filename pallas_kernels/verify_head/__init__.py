@@ -8,7 +8,8 @@ from pallas_kernels.verify_head.reference import (
     combine,
     inside,
     parts_of,
+    tempered,
     verify_head,
 )
 
-__all__ = ["Parts", "blocks", "combine", "inside", "parts_of", "verify_head"]
+__all__ = ["Parts", "blocks", "combine", "inside", "parts_of", "tempered", "verify_head"]

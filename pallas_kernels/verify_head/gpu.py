@@ -45,14 +45,14 @@ class RunningBest(NamedTuple):
     block: Array  # its id, int32
 
 
-@functools.partial(jax.jit, static_argnames=("temperature", "tied", "interpret"))
+@functools.partial(jax.jit, static_argnames=("tied", "interpret"))
 def verify_head(
     hidden: Array,
     head: Array,
-    noise: Array | None,
+    noise: Array,
+    temperature: Array,
     vocab: Array | int | None = None,
     *,
-    temperature: float,
     tied: bool,
     interpret: bool = False,
 ) -> Parts:
@@ -62,7 +62,7 @@ def verify_head(
     order. Raises ValueError for another dtype, and for a width or a head of no whole tiles of 8 x
     64. `interpret` needs jax 0.12.
     """
-    check(hidden, head, noise, temperature=temperature, tied=tied)
+    check(hidden, head, noise, temperature, tied=tied)
     if hidden.dtype != jnp.bfloat16:
         raise ValueError(
             f"The kernel serves bfloat16, not {hidden.dtype}: Hopper's matrix units round float32."
@@ -74,12 +74,16 @@ def verify_head(
         )
 
     held = head.shape[0 if tied else 1]
-    plan = hopper.plan(rows, width, held, tied=tied, temperature=temperature)
+    plan = hopper.plan(rows, width, held, tied=tied)
     count = jnp.asarray(held if vocab is None else vocab, jnp.int32).reshape(1)
-    fill = (0, plan.rows - rows), (0, 0)
-    inputs = [count, jnp.pad(hidden, fill), head]
-    if noise is not None:
-        inputs.append(jnp.pad(noise, fill).T)
+    fill = 0, plan.rows - rows
+    inputs = [
+        count,
+        jnp.pad(temperature, fill),
+        jnp.pad(hidden, (fill, (0, 0))),
+        head,
+        jnp.pad(noise, (fill, (0, 0))).T,
+    ]
     parts = Parts(*(part[:, :rows] for part in _kernel(plan, interpret)(*inputs)))
     one = functools.partial(combine, axis_name="slice", offset=0)
     return jax.vmap(one, out_axes=None, axis_name="slice")(parts)
@@ -88,7 +92,7 @@ def verify_head(
 def _kernel(plan: ProductPlan, interpret: bool) -> Callable:
     """Return the kernel, which gives `Parts` by slice.
 
-    It takes the token count [1], hidden [R, M], the head and, unless greedy, noise [blocks, R].
+    It takes the token count [1], temperature [R], hidden [R, M], the head and noise [blocks, R].
     """
     a_row = jax.ShapeDtypeStruct((plan.slices, plan.rows), jnp.float32)
     inside = jax.ShapeDtypeStruct((*a_row.shape, BLOCK), jnp.float32)
@@ -106,25 +110,30 @@ def _kernel(plan: ProductPlan, interpret: bool) -> Callable:
     )
 
 
-def _stream(plan: ProductPlan, vocab: Ref, hidden: Ref, head: Ref, *refs: Any) -> None:
+def _stream(
+    plan: ProductPlan, vocab: Ref, temperature: Ref, hidden: Ref, head: Ref, noise: Ref, *refs: Any
+) -> None:
     """Take one warpgroup's nodes through all blocks of its slice."""
-    noise = refs[0] if plan.temperature else None
-    *out, inside = refs[-7:-3]
-    scratch = VerifyScratch(*refs[-3:])
+    *out, inside = refs[:4]
+    scratch = VerifyScratch(*refs[4:])
     mine = hopper.work(plan)
     known = vocab[0]
+    divisor = hopper.load(temperature.at[mine.rows])
+    greedy = divisor == 0
+    # One division a row: a product is what the reference has, too.
+    scale = 1 / jnp.where(greedy, 1.0, divisor)
 
     def visit(block: Array, logits: Callable[[], Array], running: RunningBest) -> RunningBest:
         """Take in one block, of which the tokens that count."""
-        if noise is not None:
-            plgpu.copy_gmem_to_smem(
-                noise.at[block, mine.rows], scratch.noise.at[mine.me], scratch.asked.at[mine.me]
-            )
+        plgpu.copy_gmem_to_smem(
+            noise.at[block, mine.rows], scratch.noise.at[mine.me], scratch.asked.at[mine.me]
+        )
         found = logits()
+        found = found * across(scale, found.shape)
         found = jnp.where(hopper.columns(found.shape) < known - block * BLOCK, found, -jnp.inf)
         kept = inside.at[mine.part, mine.rows]
         return _update(
-            plan, scratch, mine.me, inside=kept, block=block, logits=found, running=running
+            scratch, mine.me, inside=kept, block=block, z=found, greedy=greedy, running=running
         )
 
     nothing = RunningBest(
@@ -140,28 +149,27 @@ def _stream(plan: ProductPlan, vocab: Ref, hidden: Ref, head: Ref, *refs: Any) -
 
 
 def _update(
-    plan: ProductPlan,
     scratch: VerifyScratch,
     me: Array,
     *,
     inside: Ref,
     block: Array,
-    logits: Array,
+    z: Array,
+    greedy: Array,
     running: RunningBest,
 ) -> RunningBest:
-    """Take in one block's logits [WARPGROUP_ROWS, 256].
+    """Take in one block's tempered logits z [WARPGROUP_ROWS, 256].
 
-    They replace `inside`, of the same shape, at nodes where they score best.
+    They replace `inside`, of the same shape, at nodes where they score best: by their peak at
+    those that are greedy [WARPGROUP_ROWS].
     """
-    z = logits / plan.temperature if plan.temperature else logits
     peak = jnp.max(z, axis=1)
     top = jnp.maximum(running.top, peak)
     local = jnp.maximum(peak, LOWEST)
     mass = jnp.sum(jnp.exp(z - across(local, z.shape)), axis=1)
-    score = peak
-    if plan.temperature:
-        plgpu.barrier_wait(scratch.asked.at[me])
-        score = local + jnp.log(mass) + plgpu.layout_cast(scratch.noise[me], ROWWISE)
+    plgpu.barrier_wait(scratch.asked.at[me])
+    noisy = local + jnp.log(mass) + plgpu.layout_cast(scratch.noise[me], ROWWISE)
+    score = jnp.where(greedy, peak, noisy)
     kept = (running.score >= score) & (running.block >= 0)
 
     # Each thread reads only what it has written itself.

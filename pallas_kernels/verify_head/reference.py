@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import ArrayLike
 
 from pallas_kernels.arrays import check_ranks
 from pallas_kernels.shapes import BLOCK
@@ -35,18 +36,18 @@ class Parts(NamedTuple):
 def verify_head(
     hidden: Array,
     head: Array,
-    noise: Array | None,
+    noise: Array,
+    temperature: Array,
     vocab: Array | int | None = None,
     *,
-    temperature: float,
     tied: bool,
 ) -> Parts:
     """Compute the `Parts` of `hidden @ head / temperature` at each of R = B * (N+1) nodes.
 
     hidden [R, M]; head [M, V], or [V, M] where it is `tied` to the embedding; both of one dtype,
     bfloat16 or float32 (then in the highest precision). noise [R, ceil(V/256)] float32 is added to
-    each block's log-sum-exp, which makes its score. At temperature 0 it is None: logits are not
-    divided, and a block's score is its largest logit.
+    each block's log-sum-exp, which makes its score. temperature [R] float32; where it is 0, logits
+    are not divided, and a block's score is its largest logit.
 
     `vocab` is how many of the head's tokens count, the others being there to make a share of whole
     blocks; None: all.
@@ -54,7 +55,7 @@ def verify_head(
     The distribution is not truncated: top-k and top-p need all logits of a node at once, so callers
     that are asked for them keep the logits and draw from those.
     """
-    check(hidden, head, noise, temperature=temperature, tied=tied)
+    check(hidden, head, noise, temperature, tied=tied)
     precision = lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
     dims = (((1,), (1 if tied else 0,)), ((), ()))
     logits = lax.dot_general(
@@ -62,34 +63,42 @@ def verify_head(
     )
     if vocab is not None:
         logits = jnp.where(jnp.arange(logits.shape[-1], dtype=jnp.int32) < vocab, logits, -jnp.inf)
-    return parts_of(logits / temperature if temperature else logits, noise)
+    return parts_of(tempered(logits, temperature), noise, temperature)
 
 
-def check(
-    hidden: Array, head: Array, noise: Array | None, *, temperature: float, tied: bool
-) -> None:
+def check(hidden: Array, head: Array, noise: Array, temperature: Array, *, tied: bool) -> None:
     """Assert the ranks, shapes and dtypes that every implementation of `verify_head` takes."""
     check_ranks([hidden, head], [2, 2])
     assert head.dtype == hidden.dtype, f"The head is {head.dtype}, hidden states {hidden.dtype}."
     width = head.shape[1 if tied else 0]
     assert width == hidden.shape[1], f"The head is {width} wide, hidden states {hidden.shape[1]}."
-    if noise is None:
-        assert temperature == 0, f"Only temperature 0 draws without noise, not {temperature}."
-    else:
-        assert temperature > 0, f"Noise belongs to a temperature above 0, not {temperature}."
-        expected = (hidden.shape[0], -(-head.shape[0 if tied else 1] // BLOCK))
-        assert noise.shape == expected, f"The noise has shape {noise.shape}, not {expected}."
+    rows = hidden.shape[0]
+    expected = (rows, -(-head.shape[0 if tied else 1] // BLOCK))
+    assert noise.shape == expected, f"The noise has shape {noise.shape}, not {expected}."
+    shape = temperature.shape
+    assert shape == (rows,), f"The temperature has shape {shape}, not {(rows,)}."
 
 
-def parts_of(z: Array, noise: Array | None) -> Parts:
-    """Compute the `Parts` of tempered logits z `[..., V]`.
+def tempered(logits: Array, temperature: ArrayLike) -> Array:
+    """Return logits `[..., V]` divided by their temperature `[...]`, float32.
 
-    The block noise is `[..., ceil(V/256)]`, None at temperature 0.
+    Where that is 0, they stay as they are.
+    """
+    divisor = jnp.asarray(temperature, jnp.float32)[..., None]
+    # XLA makes the same product of a division by a constant.
+    return logits.astype(jnp.float32) * (1 / jnp.where(divisor == 0, 1.0, divisor))
+
+
+def parts_of(z: Array, noise: Array, temperature: ArrayLike) -> Parts:
+    """Compute the `Parts` of tempered logits z `[..., V]` float32.
+
+    The block noise is `[..., ceil(V/256)]` and counts where the temperature `[...]` is above 0.
     """
     mass = jax.nn.logsumexp(blocks(z), -1)
-    scores = jnp.max(blocks(z), -1).astype(jnp.float32) if noise is None else mass + noise
+    greedy = jnp.asarray(temperature)[..., None] == 0
+    scores = jnp.where(greedy, jnp.max(blocks(z), -1), mass + noise)
     block = jnp.argmax(scores, -1)[..., None].astype(jnp.int32)
-    chosen = inside(z, block)[..., 0, :].astype(jnp.float32)
+    chosen = inside(z, block)[..., 0, :]
     normaliser = jax.nn.logsumexp(mass, -1)
     return Parts(normaliser, jnp.max(scores, -1), block[..., 0], inside=chosen)
 

@@ -42,14 +42,14 @@ class Tiles(NamedTuple):
     steps: int  # vocabulary tiles in a span
 
 
-@functools.partial(jax.jit, static_argnames=("temperature", "tied", "interpret"))
+@functools.partial(jax.jit, static_argnames=("tied", "interpret"))
 def verify_head(
     hidden: Array,
     head: Array,
-    noise: Array | None,
+    noise: Array,
+    temperature: Array,
     vocab: Array | int | None = None,
     *,
-    temperature: float,
     tied: bool,
     interpret: Any = False,
 ) -> Parts:
@@ -59,7 +59,7 @@ def verify_head(
     order. Logits may be -inf; NaN makes the normaliser NaN. `interpret` (True, or the parameters of
     Pallas' TPU interpreter) runs it on any hardware, slowly.
     """
-    check(hidden, head, noise, temperature=temperature, tied=tied)
+    check(hidden, head, noise, temperature, tied=tied)
     (rows, width) = hidden.shape
     held = head.shape[0 if tied else 1]
     if tied and width % LANES:
@@ -68,19 +68,17 @@ def verify_head(
         tied = False
     cut = _tiles(rows, width, held, itemsize=hidden.dtype.itemsize)
     count = jnp.asarray(held if vocab is None else vocab, jnp.int32).reshape(1)
-    inputs = [count, hidden, head]
     span = cut.steps * cut.blocks
-    if noise is not None:
-        padded = jnp.pad(noise, ((0, 0), (0, SPANS * span - noise.shape[1])))
-        inputs.append(padded.reshape(-1, SPANS, span).swapaxes(0, 1))
+    padded = jnp.pad(noise, ((0, 0), (0, SPANS * span - noise.shape[1])))
+    of_spans = padded.reshape(-1, SPANS, span).swapaxes(0, 1)
 
     in_specs, out_specs = _specs(cut, width, held, tied=tied)
     sizes = ((span, jnp.float32), (1, jnp.float32), (1, jnp.int32), (BLOCK, jnp.float32))
     reads = pl.cdiv(rows, cut.rows)
     mass, score, block, inside = pl.pallas_call(
-        functools.partial(_kernel, cut=cut, temperature=temperature, tied=tied),
+        functools.partial(_kernel, cut=cut, tied=tied),
         grid=(SPANS, reads, cut.steps),
-        in_specs=in_specs[: len(inputs)],
+        in_specs=in_specs,
         out_specs=out_specs,
         out_shape=[jax.ShapeDtypeStruct((SPANS, rows, size), dtype) for size, dtype in sizes],
         compiler_params=pltpu.CompilerParams(
@@ -93,12 +91,12 @@ def verify_head(
         ),
         interpret=interpret,
         name="verify_head",
-    )(*inputs)
+    )(count, temperature[:, None], hidden, head, of_spans)
     normaliser = jax.nn.logsumexp(mass, -1)
     parts = Parts(normaliser, score[..., 0], block[..., 0], inside=inside)
     first = jnp.arange(SPANS, dtype=jnp.int32) * span
-    of_spans = functools.partial(combine, axis_name="span")
-    return jax.vmap(of_spans, out_axes=None, axis_name="span")(parts, offset=first)
+    together = functools.partial(combine, axis_name="span")
+    return jax.vmap(together, out_axes=None, axis_name="span")(parts, offset=first)
 
 
 def _tiles(rows: int, width: int, vocab: int, *, itemsize: int) -> Tiles:
@@ -120,9 +118,9 @@ def _specs(
 ) -> tuple[list[pl.BlockSpec], list[pl.BlockSpec]]:
     """Describe what a step reads and writes, on the grid of spans, row tiles and vocabulary tiles.
 
-    Hidden states are read once a span and row tile, the head at every step, noise once in 128
-    blocks. Log-sum-exps leave 128 blocks at a time; score, block and its logits when a span and row
-    tile is done.
+    Temperatures and hidden states are read once a span and row tile, the head at every step, noise
+    once in 128 blocks. Log-sum-exps leave 128 blocks at a time; score, block and its logits when a
+    span and row tile is done.
     """
     tokens = cut.blocks * BLOCK
     last = pl.cdiv(vocab, tokens) - 1
@@ -134,7 +132,10 @@ def _specs(
     over_tokens = pl.BlockSpec((tokens, width), lambda *at: (tile(*at), 0))
     over_width = pl.BlockSpec((width, tokens), lambda *at: (0, tile(*at)))
     once = pl.Buffered(buffer_count=1)
-    rows = pl.BlockSpec((cut.rows, width), lambda s, r, v: (r, 0), pipeline_mode=once)
+    temperature, hidden = (
+        pl.BlockSpec((cut.rows, columns), lambda s, r, v: (r, 0), pipeline_mode=once)
+        for columns in (1, width)
+    )
     lanes = pl.BlockSpec(
         (None, cut.rows, LANES), lambda s, r, v: (s, r, lax.div(v, LANES // cut.blocks))
     )
@@ -143,14 +144,25 @@ def _specs(
         for columns in (1, 1, BLOCK)
     ]
     count = pl.BlockSpec(memory_space=pltpu.SMEM)
-    return [count, rows, over_tokens if tied else over_width, lanes], [lanes, *when_done]
+    head = over_tokens if tied else over_width
+    return [count, temperature, hidden, head, lanes], [lanes, *when_done]
 
 
 def _kernel(
-    vocab: Ref, hidden: Ref, head: Ref, *refs: Ref, cut: Tiles, temperature: float, tied: bool
+    vocab: Ref,
+    temperature: Ref,
+    hidden: Ref,
+    head: Ref,
+    noise: Ref,
+    mass: Ref,
+    score: Ref,
+    block: Ref,
+    inside: Ref,
+    *,
+    cut: Tiles,
+    tied: bool,
 ) -> None:
     """Take one vocabulary tile against one row tile, chunk by chunk."""
-    *noise, mass, score, block, inside = refs
     step = pl.program_id(2)
     tile = pl.program_id(0) * cut.steps + step
     # The lane of this tile's first block.
@@ -181,8 +193,10 @@ def _kernel(
             precision=precision,
             preferred_element_type=jnp.float32,
         )
-        # A division by a constant is a product for XLA, too.
-        z = z if temperature in (0, 1) else z * (1 / temperature)
+        divisor = temperature[rows, :]
+        greedy = divisor == 0
+        # One division a row: a product is what the reference has, too.
+        z = z * (1 / jnp.where(greedy, 1.0, divisor))
         # What is read past the vocabulary means nothing.
         known = vocab[0]
         token = lax.broadcasted_iota(jnp.int32, z.shape, 1)
@@ -191,7 +205,7 @@ def _kernel(
         pieces = [(lane + j, z[:, j * BLOCK : (j + 1) * BLOCK]) for j in range(cut.blocks)]
         peaks, masses = _block_sums(pieces)
         mass[rows, :] = jnp.maximum(mass[rows, :], masses)
-        scores = masses + noise[0][rows, :] if noise else peaks
+        scores = jnp.where(greedy, peaks, masses + noise[rows, :])
         scores = jnp.where(masses > -jnp.inf, scores, -jnp.inf)
         first = step * cut.blocks - lane
         _keep_better(scores, pieces, first, best=(score, block, inside), rows=rows)

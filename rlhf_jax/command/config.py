@@ -12,6 +12,8 @@ import tokenize
 from typing import NamedTuple
 
 from rlhf_jax.config import schema
+from rlhf_jax.config.algorithms import named
+from rlhf_jax.config.defaults import default
 
 
 class Key(NamedTuple):
@@ -22,10 +24,15 @@ class Key(NamedTuple):
     comment: str
 
 
-def keys() -> list[Key]:
-    """Return every key in the order of the schema, which is read for its comments."""
+def keys(algorithm: str = "grpo") -> list[Key]:
+    """Return every key in the order of the schema, with the options of an algorithm.
+
+    The schema is read for its comments. ValueError where there is no such algorithm.
+    """
     comments = _comments(inspect.getsource(schema))
-    defaults = schema.default()
+    for field in named(algorithm).fields():
+        comments[f"algorithm.{field.name}"] = field.metadata["meaning"]
+    defaults = default(algorithm)
     return [
         Key(name, operator.attrgetter(name)(defaults), comments.get(name, ""))
         for name in schema.flat(defaults)
@@ -38,8 +45,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "pattern", nargs="?", default="*", help="keys to print, as in 'generation.*'; all if none"
     )
-    pattern = parser.parse_args(argv[1:]).pattern
-    found = [key for key in keys() if fnmatch.fnmatch(key.name, pattern)]
+    parser.add_argument(
+        "--algorithm", default="grpo", help="whose options are keys, too: a name, or FILE.py:NAME"
+    )
+    asked = parser.parse_args(argv[1:])
+    pattern = asked.pattern
+    found = [key for key in keys(asked.algorithm) if fnmatch.fnmatch(key.name, pattern)]
     for key in found:
         default = key.default.to_dict() if isinstance(key.default, schema.Config) else key.default
         print(f"{key.name} = {default!r}  ({type(default).__name__})")

@@ -44,6 +44,12 @@ def require_not_negative(config: Config, *names: str) -> None:
         require(value >= 0, f"{name} is {value}; it must be 0 or above.")
 
 
+def require_share(config: Config, name: str) -> None:
+    """Raise ValueError unless the value of the dotted key `name` lies in 0 .. 1."""
+    value = operator.attrgetter(name)(config)
+    require(0 <= value <= 1, f"{name} is {value}; it must lie in 0 .. 1.")
+
+
 def require_even_split(whole: int, parts: int, what: str, by: str) -> None:
     """Raise ValueError unless `whole` rows, named `what`, split into `parts`, named `by`."""
     below = whole - whole % parts

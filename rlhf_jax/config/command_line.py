@@ -14,7 +14,9 @@ from absl import flags
 from ml_collections import config_flags
 
 from rlhf_jax.config.checks import require_texts
-from rlhf_jax.config.schema import Config, default, flat, keys
+from rlhf_jax.config.defaults import default
+from rlhf_jax.config.earlier import settled
+from rlhf_jax.config.schema import EARLIER, Config, flat
 from rlhf_jax.runtime.extensions import is_of_file
 from rlhf_jax.runtime.files import SHIPPED, find
 from rlhf_jax.runtime.joining import Place
@@ -63,7 +65,12 @@ def read(argv: list[str]) -> Config:
     for flag, value in named.items():
         given = f"({value!r},)" if flag == "--reward" else value
         first.append(f"--config.{NAMED_FLAGS[flag]}={given}")
-    _override(config, first + overrides)
+    # The algorithm first, as its options are keys.
+    names = ("algorithm.name", *EARLIER)
+    early = [one for one in overrides if one.partition("=")[0].lstrip("-")[7:] in names]
+    _override(config, early)
+    config = settled(config)
+    _override(config, first + [one for one in overrides if one not in early])
     return config
 
 
@@ -105,7 +112,7 @@ def load(spec: str) -> Config:
     Of FILE:ARGUMENT it is get_config(ARGUMENT). A name without .py is of a config that comes with
     the package. Files that the config names and that are not in the current folder are those
     beside it. Raises ValueError or FileNotFoundError in one sentence where the file is missing,
-    fails or returns other keys.
+    fails or returns other keys. It may have keys of earlier versions, which `read` reads.
     """
     name, colon, word = spec.rpartition(":")
     if not colon or spec.endswith(".py"):
@@ -124,7 +131,12 @@ def load(spec: str) -> Config:
         lines = str(error).strip().splitlines() or ["no message"]
         reason = lines[0].rstrip(".")
         raise ValueError(f"Config {spec} fails: {type(error).__name__}: {reason}.") from error
-    if not isinstance(config, Config) or keys(config) != keys(default()):
+    # An algorithm's options are looked at once all have said which one it is.
+    known, found = (
+        {key for key in flat(one) if not re.match(r"algorithm\.(?!name)", key)}
+        for one in (default(), config if isinstance(config, Config) else Config())
+    )
+    if known != found:
         raise ValueError(
             f"Config {spec}: get_config() must return rlhf_jax.config.default() with other values"
             " and no other keys."
@@ -183,7 +195,8 @@ def _override(config: Config, arguments: list[str]) -> None:
 
     Of a key's values the last one counts, as a tuple's are joined else.
     """
-    last = dict(_key_and_text(argument, keys(config)) for argument in arguments)
+    known = {*flat(config), *EARLIER}
+    last = dict(_key_and_text(argument, known) for argument in arguments)
     asked = {name: f"--config.{name}={text}" for name, text in last.items()}
     values = flags.FlagValues()
     own = typed(Any, config)  # a ConfigDict

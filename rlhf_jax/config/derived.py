@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import pathlib
 
-from rlhf_jax.config.objectives import objective_of
+from rlhf_jax.config.algorithms import algorithm_of
 from rlhf_jax.config.schema import Config
 from rlhf_jax.generation.speculative.protocol import DRAFTERS, Drafter, drafters_of
 from rlhf_jax.generation.speculative.protocol import register as register_drafter
 from rlhf_jax.generation.speculative.rules import RULES
 from rlhf_jax.generation.strategy import candidates
 from rlhf_jax.generation.strategy.candidates import Candidates
-from rlhf_jax.losses.advantages import ESTIMATORS
 from rlhf_jax.model.families import register as register_family
 from rlhf_jax.rewards.sources import source_of
 from rlhf_jax.runtime.extensions import load_named
-
-ADAPTIVE = "adaptive"
 
 
 def register_own(config: Config) -> None:
@@ -30,7 +27,7 @@ def register_own(config: Config) -> None:
 
 def adaptive(config: Config) -> bool:
     """Tell whether the drafting strategy is chosen round by round."""
-    return config.generation.strategy == ADAPTIVE
+    return config.generation.strategy == "adaptive"
 
 
 def strategies(config: Config) -> Candidates:
@@ -79,7 +76,12 @@ def keeps_draft_logits(config: Config) -> bool:
 
 def has_drafter(config: Config) -> bool:
     """Tell whether a run has a draft model, to draft with or to train."""
-    return objective_of(config).distills or drafts_by_model(config)
+    return generates(config) and (makes_drafter(config) or drafts_by_model(config))
+
+
+def makes_drafter(config: Config) -> bool:
+    """Tell whether a run is for its student, which then learns from all samples."""
+    return "drafter" in algorithm_of(config).losses
 
 
 def trains_drafter(config: Config) -> bool:
@@ -89,58 +91,81 @@ def trains_drafter(config: Config) -> bool:
 
 def student_samples(config: Config) -> int:
     """Return how many samples of a step a student learns from: all, or some beside the policy."""
-    generation = config.generation
-    if objective_of(config).distills:
-        return generation.prompts_per_step * generation.samples_per_prompt
-    return config.drafter.samples
+    return samples(config) if makes_drafter(config) else config.drafter.samples
 
 
-def needs_reference(config: Config) -> bool:
-    """Tell whether a run has a reference model, from which KL is measured."""
-    return objective_of(config).uses_rewards and config.kl.coefficient > 0
+def generates(config: Config) -> bool:
+    """Tell whether the policy writes the samples of a step, which are else given."""
+    return not algorithm_of(config).given
 
 
-def needs_old_logprobs(config: Config) -> bool:
-    """Tell whether inference scores the policy, or an update's own forward pass is enough.
-
-    It is, where the update takes one step on samples of the policy as it is, and no advantage reads
-    the KL to the reference.
-    """
-    training = config.training
-    one_step = training.epochs * training.minibatches == 1 and not training.lag
-    return not one_step or (config.kl.place == "reward" and config.kl.coefficient > 0)
+def rewarded(config: Config) -> bool:
+    """Tell whether the samples of a step have rewards."""
+    return algorithm_of(config).rewarded and generates(config)
 
 
-def needs_critic(config: Config) -> bool:
-    """Tell whether a run trains a critic, whose values its advantages read."""
-    uses_rewards = objective_of(config).uses_rewards
-    return uses_rewards and ESTIMATORS[config.advantage.estimator].needs_critic
+def prompts(config: Config) -> int:
+    """Return how many prompts a step has."""
+    return config.generation.prompts_per_step if generates(config) else config.data.rows_per_step
+
+
+def samples(config: Config) -> int:
+    """Return how many samples a step has."""
+    given = len(algorithm_of(config).given)
+    return prompts(config) * (given or config.generation.samples_per_prompt)
+
+
+def response_tokens(config: Config) -> int:
+    """Return the tokens of the longest sample, without its prompt."""
+    generated = config.generation.max_new_tokens
+    return generated if generates(config) else config.data.max_response_tokens
+
+
+def text_tokens(config: Config) -> int:
+    """Return the tokens of the longest prompt and sample."""
+    return config.data.max_prompt_tokens + response_tokens(config)
 
 
 def scorers(config: Config) -> tuple[str, ...]:
     """Return the roles of the models that score the tokens of samples."""
-    uses_rewards = objective_of(config).uses_rewards
-    there = {
-        "policy": uses_rewards and needs_old_logprobs(config),
-        "reference": needs_reference(config),
-        "critic": needs_critic(config),
-    }
-    return tuple(role for role, has in there.items() if has)
+    return algorithm_of(config).scorers(config)
+
+
+def trains(config: Config, role: str) -> bool:
+    """Tell whether the model of a role learns from the samples of a step."""
+    return role in algorithm_of(config).losses
+
+
+def critics(config: Config) -> tuple[str, ...]:
+    """Return the roles whose models have scalar heads: all that train or score but three."""
+    roles = dict.fromkeys([*algorithm_of(config).losses, *scorers(config)])
+    return tuple(role for role in roles if role not in ("policy", "reference", "drafter"))
+
+
+def trained_critics(config: Config) -> tuple[str, ...]:
+    """Return the roles with scalar heads that learn from the samples of a step."""
+    return tuple(role for role in critics(config) if trains(config, role))
 
 
 def calls(config: Config) -> tuple[str, ...]:
     """Return the calls that an iteration has, by their names in a plan.
 
-    Where no objective uses rewards, the policy's training is its student's.
+    The weights that generation draws from are those of the policy's training, be it trained or not;
+    a student is trained in that call, too.
     """
-    rewards = objective_of(config).uses_rewards and bool(config.reward.models)
+    rewards = rewarded(config) and bool(config.reward.models)
+    written = generates(config)
     return (
-        "generation",
+        *(["generation"] if written else []),
         *(f"{role}_inference" for role in scorers(config)),
         *(["reward_inference"] if rewards else []),
-        "policy_training",
-        *(["critic_training"] if needs_critic(config) else []),
+        *dict.fromkeys([*(["policy_training"] if written else []), *learning_calls(config)]),
     )
+
+
+def learning_calls(config: Config) -> tuple[str, ...]:
+    """Return the calls in which a model learns from the samples of a step, in their order."""
+    return tuple(f"{role}_training" for role in algorithm_of(config).losses if role != "drafter")
 
 
 def term_names(config: Config) -> list[str]:

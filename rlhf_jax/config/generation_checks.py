@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rlhf_jax.config import derived
+from rlhf_jax.config.algorithms import algorithm_of
 from rlhf_jax.config.checks import require, require_not_negative, require_one_of, require_positive
-from rlhf_jax.config.objectives import objective_of, step_may
 from rlhf_jax.config.schema import Config
 from rlhf_jax.generation.speculative.rules import RULES
 from rlhf_jax.placement.plan import Plan
@@ -15,10 +15,9 @@ MOST_SAMPLED = 64  # the largest top-k whose sampled sets are kept for training
 def check_generation(config: Config) -> None:
     """Check how a response is sampled, and how many are sampled at one time."""
     generation = config.generation
-    positive = ("prompts_per_step", "samples_per_prompt", "max_new_tokens", "temperature")
-    require_positive(
-        config, *(f"generation.{name}" for name in (*positive, "max_rows", "min_rows"))
-    )
+    of_samples = ("prompts_per_step", "samples_per_prompt", "max_new_tokens", "temperature")
+    positive = (*of_samples, "max_rows", "min_rows")
+    require_positive(config, *(f"generation.{name}" for name in positive))
     not_negative = ("history_tokens", "resample", "repeated_noise")
     require_not_negative(config, *(f"generation.{name}" for name in not_negative))
     require(
@@ -81,7 +80,7 @@ def check_drafter(config: Config) -> None:
         " strategy, or set 0.",
     )
     samples = generation.prompts_per_step * generation.samples_per_prompt
-    learns_beside = derived.trains_drafter(config) and objective_of(config).uses_rewards
+    learns_beside = derived.trains_drafter(config) and not derived.makes_drafter(config)
     require(
         drafter.samples <= samples or not learns_beside,
         f"drafter.samples is {drafter.samples}, but a step has {samples}; lower it.",
@@ -103,9 +102,9 @@ def check_fused_inference(config: Config, slices: int) -> None:
         f" {slices_key(config)} is 1; raise it or leave the key False.",
     )
     require(
-        not fused or objective_of(config).uses_rewards,
-        "generation.fuse_inference has nothing to score with the objective"
-        f" {config.objective!r}; leave the key False.",
+        not fused or bool(derived.scorers(config)) or bool(config.reward.models),
+        "generation.fuse_inference has nothing to score with the algorithm"
+        f" {config.algorithm.name!r}; leave the key False.",
     )
     require(
         not fused or not config.deterministic,
@@ -120,7 +119,7 @@ def check_fused_inference(config: Config, slices: int) -> None:
 
 
 def check_lag(config: Config, plan: Plan) -> None:
-    """Check that samples drawn ahead have devices, and an objective that weighs them."""
+    """Check that samples drawn ahead have devices, and an algorithm that weighs them."""
     lag = config.training.lag
     require(
         lag in (0, 1), f"training.lag is {lag}; it must be 0, or 1 to draw samples one step ahead."
@@ -128,10 +127,12 @@ def check_lag(config: Config, plan: Plan) -> None:
     require_positive(config, "training.lag_clip")
     if not lag:
         return
+    loss = algorithm_of(config).losses.get("policy")
+    weighs = loss is not None and "advantages" in loss.reads
     require(
-        step_may(objective_of(config), "may_lag"),
-        f"training.lag is 1, and objective {config.objective!r} takes no step on samples of older"
-        " weights; set it to 0.",
+        weighs,
+        f"training.lag is 1, and algorithm {config.algorithm.name!r} does not weigh samples of"
+        " older weights, as it reads no advantages; set it to 0.",
     )
     own = set(plan.placements["generation"].devices)
     shared = [

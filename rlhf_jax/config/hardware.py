@@ -65,8 +65,7 @@ class Hardware(NamedTuple):
             )
         if not 0 < gigabits < math.inf:
             raise ValueError(f"--network is {gigabits:g}; give gigabits a second, as 400.")
-        chip = self.chip._replace(network_bandwidth=gigabits * 1e9 / 8)
-        return self._replace(chip=chip)
+        return self._replace(chip=self.chip._replace(network_bandwidth=gigabits * 1e9 / 8))
 
     def __str__(self) -> str:
         nodes = f" on {self.nodes} nodes" if self.nodes > 1 else ""

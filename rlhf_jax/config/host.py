@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from rlhf_jax.config import memory_parts
-from rlhf_jax.config.memory_parts import SCORERS, Part
+from rlhf_jax.config import derived, memory_parts
+from rlhf_jax.config.memory_parts import NONE_ASIDE, SPLIT_OR_ASIDE, Part
 from rlhf_jax.config.schema import Config
 from rlhf_jax.runtime.host_memory import host_memory
 
@@ -27,14 +27,9 @@ def check(
         for part in parts
     ]
     waiting = [
-        Part(
-            f"{part.name}, waiting on the host",
-            "always",
-            part.bytes,
-            "set mesh.idle_on_host to False",
-        )
+        Part(f"{part.name}, waiting on the host", "always", part.bytes, NONE_ASIDE)
         for part in held
-        if config.mesh.idle_on_host and part.name in SCORERS
+        if config.mesh.idle_on_host and part.remedy == SPLIT_OR_ASIDE
     ]
     own = held if on_cpu else []
     memory_parts.check([*own, *waiting, *host_parts(config, held_out)], host_memory(), "The host")
@@ -45,12 +40,12 @@ def host_parts(config: Config, held_out: int) -> list[Part]:
 
     Earlier responses are not among them: `history.MOST_TOKENS` bounds them.
     """
-    generation = config.generation
-    samples = generation.prompts_per_step * generation.samples_per_prompt
-    text = config.data.max_prompt_tokens + generation.max_new_tokens
+    samples = derived.samples(config)
+    text = derived.text_tokens(config)
+    fewer = "generation.prompts_per_step" if derived.generates(config) else "data.rows_per_step"
     evaluated = held_out * config.evaluation.samples_per_prompt
     sizes = {
-        "samples of a step": (samples * text, "lower generation.prompts_per_step"),
+        "samples of a step": (samples * text, f"lower {fewer}"),
         "samples of an evaluation": (evaluated * text, "lower evaluation.samples_per_prompt"),
     }
     return [

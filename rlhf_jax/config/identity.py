@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf_jax.config.schema import Config, flat
-from rlhf_jax.runtime.extensions import code_digest, file_digest, is_of_file
+from rlhf_jax.runtime.extensions import file_digest, is_of_file
 from rlhf_jax.training.settings import aggregate_name
 
 # What may change between a checkpoint and the run that goes on from it: keys, or how they begin.
@@ -55,5 +55,5 @@ def binding_settings(config: Config) -> dict[str, Any]:
         several = value.values() if isinstance(value, dict) else value
         specs = several if isinstance(value, (dict, list, tuple)) else [value]
         own = [spec for spec in specs if isinstance(spec, str) and is_of_file(spec)]
-        binding |= {f"the code of {spec}": code_digest(spec) for spec in own}
+        binding |= {f"the code of {spec}": file_digest(spec.rpartition(":")[0]) for spec in own}
     return binding

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,7 +15,6 @@ from rlhf_jax.config.memory_parts import (
     FEWER_ROWS,
     GIGA,
     LESS_HISTORY,
-    SCORERS,
     SHORTER_PROMPTS,
     SPLIT,
     SPLIT_OR_ASIDE,
@@ -31,9 +29,9 @@ from rlhf_jax.generation import rows as generation_rows
 from rlhf_jax.generation.precompile import VERIFIED
 from rlhf_jax.generation.scheduler import PREFILLED, cache_slots, prompt_width
 from rlhf_jax.generation.speculative.round import streams_head
-from rlhf_jax.generation.speculative.sampling import BLOCK, Sampling
+from rlhf_jax.generation.speculative.sampling import BLOCK, Truncation
 from rlhf_jax.mesh import AXES, FLOAT32, Layout
-from rlhf_jax.placement.plan import CALLS, CallLayouts, Plan
+from rlhf_jax.placement.plan import CallLayouts, Plan
 from rlhf_jax.runtime.host_memory import host_memory
 from rlhf_jax.types import DecodeState, ModelConfig, ModelConfigs
 
@@ -41,57 +39,40 @@ ROOM = 0.85  # of a device's memory that a plan may fill, as its parts are estim
 HOST_SHARE = 0.5  # of a host's memory that is for the devices of a CPU
 
 
-def plan(
-    config: Config,
-    models: ModelConfigs,
-    layouts: Layout | Mapping[str, Layout],
-    remat: bool | None = None,
-) -> list[Part]:
+def plan(config: Config, models: ModelConfigs, layouts: CallLayouts, remat: bool) -> list[Part]:
     """Return every part of a run that takes memory on the devices that have these calls.
 
-    layouts: that of each call, by name, or one for all; a mesh may be abstract. remat: what was
-    settled; None: off only where the config says so.
+    layouts: their meshes may be abstract. remat: whether the backward pass computes layers again.
     Weights, optimizers and caches are exact; what a program needs beside them is estimated. The
     stages follow each other, so the peak is what is always there plus the largest of them (`peak`).
     """
-    critic = models.critic and dataclasses.replace(models.critic, scalar_head=True, tied=False)
-    recomputes = config.training.remat != "off" if remat is None else remat
-    if isinstance(layouts, Layout):
-        layouts = dict.fromkeys(CALLS, layouts)
-    any_layout = next(iter(layouts.values()))
-    run = PlannedRun(config, models._replace(critic=critic), any_layout, recomputes, layouts)
-    # The policy, the critic and the student are trained one after the other: the largest counts.
-    policy_run = run.at("policy_training")
-    critic_run = run.at("critic_training")
+    run = PlannedRun(config, models, next(iter(layouts.values())), remat, layouts)
+    # Models are trained one after the other, and the student then: the largest counts.
     updates: list[list[Part]] = [[]]
-    learners = [(policy_run, models.policy), (critic_run, critic)]
-    present = [(own, model) for own, model in learners if own and model and run.trains_policy]
-    if any(own.is_pipelined for own, _ in present):
-        updates.append(pipelined_parts(present))
+    learners = [one for one in run.models_of("training") if derived.trains(config, one[0])]
+    if any(own.is_pipelined for _, own, _ in learners):
+        updates.append(pipelined_parts([(own, model) for _, own, model in learners]))
     else:
-        updates += [update_parts(own, model) for own, model in present]
-        if len(present) > 1:  # the policy's waits: both models take a step, or neither
-            waiting = present[0][0].weights(models.policy, FLOAT32)
-            part = Part("the policy's gradients, waiting", "training", waiting, SPLIT)
-            updates[-1].append(part)
-    if policy_run and derived.trains_drafter(config):
-        updates.append(student_parts(policy_run))
-    generation_run = run.at("generation")
+        waiting: list[Part] = []  # All models take a step, or none.
+        for role, own, model in learners:
+            updates.append([*update_parts(own, model), *waiting])
+            name = f"the {role}'s gradients, waiting"
+            waiting.append(Part(name, "training", own.weights(model, FLOAT32), SPLIT))
+    student = run.at("policy_training")
+    if student and derived.trains_drafter(config):
+        updates.append(student_parts(student))
+    generation = run.at("generation")
     parts = [
         *_always(run),
-        *(_generation(generation_run) if generation_run else ()),
-        *(_inference(run) if run.trains_policy else ()),
+        *(_generation(generation) if generation else ()),
+        *_inference(run),
         *max(updates, key=lambda update: sum(part.bytes for part in update)),
     ]
     return [part for part in parts if part.bytes]
 
 
 def fullest(
-    config: Config,
-    models: ModelConfigs,
-    placed: Plan,
-    layouts: CallLayouts,
-    remat: bool | None = None,
+    config: Config, models: ModelConfigs, placed: Plan, layouts: CallLayouts, remat: bool
 ) -> list[Part]:
     """Return the parts on those devices, of all that a plan of calls has, that hold most."""
     found = by_group(config, models, placed, layouts, remat)
@@ -99,16 +80,11 @@ def fullest(
 
 
 def by_group(
-    config: Config,
-    models: ModelConfigs,
-    placed: Plan,
-    layouts: CallLayouts,
-    remat: bool | None = None,
+    config: Config, models: ModelConfigs, placed: Plan, layouts: CallLayouts, remat: bool
 ) -> list[tuple[list[str], list[Part]]]:
     """Return each group of calls that share devices, and the parts on one of these."""
-    of_call = layouts._asdict()
     return [
-        (calls, plan(config, models, {call: of_call[call] for call in calls}, remat))
+        (calls, plan(config, models, {call: layouts[call] for call in calls}, remat))
         for calls in placed.groups()
     ]
 
@@ -151,41 +127,35 @@ def _always(run: PlannedRun) -> list[Part]:
     """List what lives from the first step to the last."""
     config = run.config
     models = run.models
-
-    def held(call: str, model: ModelConfig | None, *dtype: Any, **how: Any) -> int:
-        """Return the bytes of weights where a call has them; 0 where it is elsewhere."""
-        own = run.at(call)
-        return own.weights(model, *dtype, **how) if own else 0
-
-    policy = held("policy_training", models.policy, FLOAT32)
-    critic = held("critic_training", models.critic, FLOAT32)
-    moments = 2 * policy if run.trains_policy else 0
-    referred = models.policy if derived.needs_reference(config) else None
-    reference = held("reference_inference", referred)
-    rewards = sum(held("reward_inference", model) for model in models.rewards)
+    parts = []
+    for role, own, model in run.models_of("training"):
+        held = own.weights(model, FLOAT32)
+        parts.append(Part(f"{role}, float32", "always", held, SPLIT))
+        moments = 2 * held if derived.trains(config, role) else 0
+        parts.append(Part(f"{role}'s optimizer, two moments", "always", moments, SPLIT))
+    trained = derived.calls(config)
+    frozen: dict[str, int] = {}
+    for role, own, model in run.models_of("inference"):
+        if f"{role}_training" not in trained:
+            name = "reward models" if role == "reward" else role
+            frozen[name] = frozen.get(name, 0) + own.weights(model)
 
     # A student learns, beside itself as it began where the policy learns too; another draft model
     # stays as it is.
     drafter = student = 0
-    if not config.drafter.layers:
-        drafter = held("generation", models.drafter, role="generation")
-    else:
+    at = run.at("policy_training" if config.drafter.layers else "generation")
+    if at and not config.drafter.layers:
+        drafter = at.weights(models.drafter, role="generation")
+    elif at:
         learns = derived.trains_drafter(config)
         whole = {"role": "training", "ends": False}  # beside pipelines, too
-        own = held("policy_training", models.drafter, FLOAT32, **whole)
-        student = (3 if learns else 1) * own
-        if learns and run.trains_policy:
-            student += held("policy_training", models.drafter, **whole)
+        student = (3 if learns else 1) * at.weights(models.drafter, FLOAT32, **whole)
+        if learns and not derived.makes_drafter(config):
+            student += at.weights(models.drafter, **whole)
     scorers = "inference" if config.mesh.idle_on_host else "always"
     return [
-        Part("policy, float32", "always", policy, SPLIT),
-        Part("policy's optimizer, two moments", "always", moments, SPLIT),
-        Part("critic, float32", "always", critic, SPLIT),
-        Part("critic's optimizer, two moments", "always", 2 * critic, SPLIT),
-        *(
-            Part(name, scorers, size, SPLIT_OR_ASIDE)
-            for name, size in zip(SCORERS, (reference, rewards), strict=True)
-        ),
+        *parts,
+        *(Part(name, scorers, size, SPLIT_OR_ASIDE) for name, size in frozen.items()),
         Part("drafter", "always", drafter, SPLIT_TENSORS),
         Part("student and its optimizer", "always", student, SPLIT),
     ]
@@ -207,13 +177,11 @@ def _generation(run: PlannedRun) -> list[Part]:
     student = weights(models.drafter, ends=False) if config.drafter.layers else 0
     scorers = 0
     if config.generation.fuse_inference:
-        reference = (models.policy,) if config.kl.coefficient else ()
-        scorers = sum(map(weights, (*reference, models.critic, *models.rewards)))
+        calls = [call for call in derived.calls(config) if call != "policy_inference"]
+        scorers = sum(weights(model) for model in models.scorers(calls))
 
     width = prompt_width(config.data.max_prompt_tokens, state.tokens.shape[1])
-    empty = functools.partial(generation_rows.empty, models.policy, models.drafter)
-    anywhere = Layout(dtype=run.layout.dtype)
-    prompts = jax.eval_shape(lambda: empty(PREFILLED, width, 0, 0, anywhere))
+    prompts = empty_rows(run, PREFILLED, width, 0, 0)
     policy_rows = run.rows(dataclasses.replace(state, draft=None, history=None))
     without = "set generation.fuse_inference to False"
     work = _generation_work(run, state, width, slices)
@@ -239,15 +207,17 @@ def decode_state(run: PlannedRun) -> DecodeState:
     strategies = derived.strategies(run.config).strategies
     earlier = run.text_tokens if derived.replays(run.config) else 0
     slots = cache_slots(run.text_tokens, strategies, run.layout)
-    size = (generation.max_rows, slots, generation.history_tokens, earlier)
-    anywhere = Layout(dtype=run.layout.dtype)
-    empty = functools.partial(generation_rows.empty, run.models.policy, run.models.drafter)
-    return jax.eval_shape(lambda: empty(*size, anywhere))
+    return empty_rows(run, generation.max_rows, slots, generation.history_tokens, earlier)
+
+
+def empty_rows(run: PlannedRun, *size: int) -> DecodeState:
+    """Return the shapes of rows; size: rows, and of each slots, history, and earlier text."""
+    empty = functools.partial(generation_rows.empty, *run.models[:2])
+    return jax.eval_shape(lambda: empty(*size, Layout(dtype=run.layout.dtype)))
 
 
 def _generation_work(run: PlannedRun, state: DecodeState, width: int, slices: int) -> Part:
     """Return the largest of what programs of generation need, one after the other."""
-    training = run.config.training
     models = run.models
     prefill = run.forward(models.policy, row_share(PREFILLED, run.layout), width)
     # On a mesh, every device gathers it whole.
@@ -260,9 +230,9 @@ def _generation_work(run: PlannedRun, state: DecodeState, width: int, slices: in
     ]
     if run.config.generation.fuse_inference:
         # A slice scores its part of a micro-batch.
-        whole = max(1, training.microbatch_rows // slices)
+        whole = max(1, run.config.training.microbatch_rows // slices)
         rows = meshes.rows_of_shard(whole, run.layout.row_shards)
-        scorers = filter(None, (models.policy, models.critic, *models.rewards))
+        scorers = models.scorers(derived.calls(run.config))
         scored = max(scoring_bytes(run, model, rows, gathers=False) for model in scorers)
         works.append(Part("a micro-batch that is scored", "generation", scored, FEWER_ROWS))
     return max(works, key=lambda work: work.bytes)
@@ -284,12 +254,10 @@ def round_bytes(run: PlannedRun, state: DecodeState, nodes: int) -> int:
     kv_heads = run.tensor_share(policy.num_kv_heads)
     window = 2 * policy.num_layers * grid * kv_heads * policy.head_dim * itemsize
     scores = 4 * grid * run.tensor_share(policy.num_heads) * state.cache[0][0].shape[-1]
-    sampling = Sampling(top_k=generation.top_k)
-    streamed = streams_head(run.layout, sampling, generation.acceptance)
+    streamed = streams_head(run.layout, Truncation(generation.top_k), generation.acceptance)
     logits = 0 if streamed else 4 * rows * nodes * run.outputs(policy)
-    copies = run.temporaries.logits + run.temporaries.padded_logits * (
-        policy.vocab_size % BLOCK != 0
-    )
+    copies = run.temporaries.logits
+    copies += run.temporaries.padded_logits * (policy.vocab_size % BLOCK != 0)
     copies += derived.keeps_draft_logits(run.config)
     return window + max(2 * scores, copies * logits)
 
@@ -325,29 +293,17 @@ def _inference(run: PlannedRun) -> list[Part]:
 
     Reward models score beside generation's weights.
     """
-    models = run.models
-    copies = 0
-    for name, model in (("policy", models.policy), ("critic", models.critic)):
-        own = run.at(f"{name}_inference")
-        if own and model:
-            shared = own.layout == run.layouts.get(f"{name}_training")
+    trained = derived.calls(run.config)
+    copies = work = kept = 0
+    for role, own, model in run.models_of("inference"):
+        work = max(work, scoring_bytes(own, model, own.batch_rows))
+        if f"{role}_training" in trained:
+            shared = own.layout == run.layouts.get(f"{role}_training")
             copies += own.cast_weights(model) if shared else own.weights(model)
-    generation = run.at("generation")
-    if models.rewards and run.at("reward_inference") and generation:
-        copies = max(copies, generation.weights(models.policy, role="generation"))
-    scored = [
-        ("policy_inference", models.policy),
-        ("reference_inference", models.policy),
-        ("critic_inference", models.critic),
-        *(("reward_inference", model) for model in models.rewards),
-    ]
-    works = [0]
-    for call, model in scored:
-        own = run.at(call)
-        if own and model:
-            works.append(scoring_bytes(own, model, own.batch_rows))
-    work = max(works)
+        generation = run.at("generation")
+        if role == "reward" and generation:
+            kept = generation.weights(run.models.policy, role="generation")
     return [
-        Part("models that score", "inference", copies, SPLIT),
+        Part("models that score", "inference", max(copies, kept), SPLIT),
         Part("one layer at work, or logits", "inference", work, FEWER_ROWS),
     ]

@@ -9,12 +9,11 @@ GIGA = 1e9
 STAGE_NAMES = ("generation", "inference", "training")
 SMALL = 0.01  # parts below this share of the peak are not printed
 
-# Parts that are models which only score; with mesh.idle_on_host they wait in the host's memory.
-SCORERS = ("reference", "reward models")
-
 # What a user is told to change where a part is too large.
 SPLIT = "raise mesh.fsdp or mesh.slices"
+# of models which only score; with mesh.idle_on_host they wait in the host's memory
 SPLIT_OR_ASIDE = f"{SPLIT}, or set mesh.idle_on_host"
+NONE_ASIDE = "set mesh.idle_on_host to False"
 SPLIT_TENSORS = "raise mesh.tensor"
 FEWER_ROWS = "lower training.microbatch_rows"
 FEWER_LIVE = "lower generation.max_rows or generation.max_new_tokens"
@@ -69,5 +68,6 @@ def table(parts: list[Part]) -> list[str]:
 
     shown = [part for part in parts if part.bytes >= SMALL * needed]
     lines = [line(part.bytes, part.stage, part.name) for part in shown]
-    sums = [line(total(parts, name), name, "in all") for name in STAGE_NAMES]
+    stages = [name for name in STAGE_NAMES if any(part.stage == name for part in parts)]
+    sums = [line(total(parts, name), name, "in all") for name in stages]
     return [*lines, *sums, line(needed, "peak", f"in {stage}")]

@@ -88,7 +88,7 @@ def student_parts(run: PlannedRun) -> list[Part]:
 
 def hidden_bytes(run: PlannedRun, rows: int) -> int:
     """Return the bytes of the policy's hidden states before the predicted tokens of rows."""
-    tokens = rows * run.config.generation.max_new_tokens
+    tokens = rows * run.response_tokens
     return tokens * run.models.policy.width * run.layout.dtype.itemsize
 
 
@@ -119,7 +119,7 @@ def stage_times(run: PlannedRun, model: ModelConfig) -> StageTimes:
     """Return the work of a pipeline's stages for a micro-batch, in a device's multiplications."""
     itemsize = run.layout.dtype.itemsize
     tokens = run.batch_rows * run.text_tokens
-    predicted = run.batch_rows * run.config.generation.max_new_tokens
+    predicted = run.batch_rows * run.response_tokens
     weights = run.weights(model, ends=False) / itemsize * run.layout.extent("fsdp")
     return StageTimes.of_work(
         run.layout,
@@ -147,7 +147,7 @@ def largest_work(run: PlannedRun, model: ModelConfig) -> Part:
     layer = run.backward(model, run.batch_rows, run.text_tokens) + run.gathered(model)
     # In float32 a chunk's gradient of the head and its logits; where there are several chunks,
     # copies of the head and its gradient so far.
-    several = run.batch_rows * run.config.generation.max_new_tokens > CHUNK
+    several = run.batch_rows * run.response_tokens > CHUNK
     copies = 4 * (run.temporaries.head_sums if several else 1) + (itemsize if itemsize < 4 else 0)
     head = copies * model.width * run.outputs(model) + run.logits(model)
     works = [

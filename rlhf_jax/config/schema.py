@@ -16,20 +16,16 @@ if TYPE_CHECKING:
         def __setattr__(self, attribute: str, value: Any) -> None: ...
         def __getitem__(self, key: str) -> Any: ...
         def __setitem__(self, key: str, value: Any) -> None: ...
+        def __delitem__(self, key: str) -> None: ...
         def __iter__(self) -> Iterator[str]: ...
-        def __len__(self) -> int: ...
         def __contains__(self, key: str) -> bool: ...
         def items(self) -> Iterable[tuple[str, Any]]: ...
-        def values(self) -> Iterable[Any]: ...
         def update(self, *other: Any, **values: Any) -> None: ...
         def update_from_flattened_dict(self, values: Mapping[str, Any]) -> None: ...
         def to_dict(self) -> dict[str, Any]: ...
         def to_json_best_effort(self) -> str: ...
         def lock(self) -> None: ...
         def unlocked(self) -> contextlib.AbstractContextManager[None]: ...
-
-        @property
-        def is_locked(self) -> bool: ...
 
 else:
     from ml_collections import ConfigDict as Config
@@ -39,9 +35,6 @@ DEFAULTS: dict[str, Any] = {
     # the folder of the whole run: metrics, samples, checkpoints and the trained policy; or its URL,
     # as gs://bucket/run
     "workdir": "runs/default",
-    # 'reward': the policy learns to earn it; 'distill': a student learns to draft for the policy;
-    # or FILE.py:NAME
-    "objective": "reward",
     # how many times the policy is rolled out and updated
     "steps": 100,
     # of prompts, sampling and training; the same seed gives the same run
@@ -60,6 +53,12 @@ DEFAULTS: dict[str, Any] = {
     # seconds of silence after which one of several processes is lost, and the others end; a process
     # may stand still for half of them
     "heartbeat_seconds": 30,
+    # What the run learns; the algorithm's own options are keys beside its name.
+    "algorithm": {
+        # grpo: the policy learns to earn rewards, compared within a group; ppo: beside a critic;
+        # distill: a student learns to draft for the policy; or FILE.py:NAME
+        "name": "grpo"
+    },
     "model": {
         # Hugging Face folder, .gguf file, or hub name org/name
         "path": "",
@@ -81,7 +80,8 @@ DEFAULTS: dict[str, Any] = {
         # samples of each step from which a student that is kept current learns
         "samples": 8,
     },
-    # The model of values that the advantage estimator 'gae' trains beside the policy.
+    # The model of values that the algorithm 'ppo' trains beside the policy; and each of an
+    # algorithm's own roles.
     "critic": {
         # a reward model over the policy's vocabulary; '' for the policy's own trunk
         "path": "",
@@ -122,6 +122,10 @@ DEFAULTS: dict[str, Any] = {
         "date": "",
         # tokens; longer prompts are dropped and counted
         "max_prompt_tokens": 256,
+        # where samples are given and not generated: rows of a step
+        "rows_per_step": 32,
+        # tokens of a given sample, its end included; rows with longer ones are dropped and counted
+        "max_response_tokens": 256,
     },
     # A sample's reward is the weighted sum of functions and models.
     "reward": {
@@ -205,16 +209,6 @@ DEFAULTS: dict[str, Any] = {
         # sample among the k likeliest tokens; 0 for all
         "top_k": 0,
     },
-    "advantage": {
-        # or dr_grpo, rloo, reinforce++, reinforce++-baseline, gae (PPO), or FILE.py:NAME
-        "estimator": "grpo",
-        # of later rewards, for gae and reinforce++
-        "discount": 1.0,
-        # how far gae looks past the critic
-        "gae_lambda": 0.95,
-        # of a group's rewards, which grpo divides by: 'sample', over n - 1, or 'population', over n
-        "deviation": "sample",
-    },
     # The price of leaving the reference.
     "kl": {
         # reward for each nat; 0 keeps no reference, and KL is measured to the policy before the
@@ -251,12 +245,11 @@ DEFAULTS: dict[str, Any] = {
         "clip_low": 0.2,
         # the ratio is clipped above at 1 + clip_high
         "clip_high": 0.2,
-        # of the policy, token by token: ppo, dual_clip, gspo, cispo, reinforce, or FILE.py:NAME
-        "loss": "ppo",
-        # how a minibatch's losses are summed: token_mean, sequence_mean or constant; 'auto' as loss
-        # (gspo: sequence_mean) or estimator (dr_grpo: constant) bring it, else token_mean
+        # how a minibatch's losses are summed: token_mean, sequence_mean or constant; 'auto' as the
+        # algorithm's loss (gspo: sequence_mean) or estimator (dr_grpo: constant) bring it, else
+        # token_mean
         "aggregate": "auto",
-        # of the entropy, which is added to the objective
+        # of the entropy, which is subtracted from the loss
         "entropy_coefficient": 0.0,
         # nats: the rest of an update is left out once KL(old || new) exceeds it; 0 for never
         "target_kl": 0.0,
@@ -328,26 +321,24 @@ DEFAULTS: dict[str, Any] = {
 DICTS = ("reward.metrics", "data.columns", "data.template_arguments")
 
 
-def default() -> Config:
-    """Return every key of a run with its default, locked.
-
-    A config file changes values and adds no keys.
-    """
-    config = Config(DEFAULTS)
-    config.lock()
-    return config
-
-
-def keys(config: Config) -> set[str]:
-    """Return the dotted names of all values; each of DICTS is one value."""
-    return set(flat(config))
+# Keys of earlier versions, with the defaults that they had; `earlier.py` reads them.
+EARLIER = {
+    "objective": "reward",
+    "advantage.estimator": "grpo",
+    "advantage.discount": 1.0,
+    "advantage.gae_lambda": 0.95,
+    "advantage.deviation": "sample",
+    "training.loss": "ppo",
+}
 
 
 def flat(config: Config, prefix: str = "") -> dict[str, Any]:
-    """Return the values by dotted name; each of DICTS is one value, a dict."""
+    """Return the values by dotted name, without EARLIER's; each of DICTS is one value, a dict."""
     values = {}
     for key, value in config.items():
         name = prefix + key
+        if name in EARLIER:
+            continue
         if not isinstance(value, Config):
             values[name] = value
         elif name in DICTS:

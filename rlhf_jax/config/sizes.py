@@ -14,12 +14,12 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.shapes import LANES
 from rlhf_jax import mesh as meshes
-from rlhf_jax.config.objectives import objective_of
+from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
 from rlhf_jax.inference.logprobs import CHUNK
 from rlhf_jax.model import transformer
 from rlhf_jax.model.attention import QUERY_BLOCK, kernel_of
-from rlhf_jax.placement.pipelined import bubble_warning
+from rlhf_jax.placement import pipelined
 from rlhf_jax.types import Model, ModelConfig, ModelConfigs
 
 # Float32 sums of softmax that a kernel keeps of a token and head: a TPU's fill all lanes.
@@ -57,14 +57,14 @@ class PlannedRun:
     layouts: Mapping[str, meshes.Layout] = dataclasses.field(default_factory=dict)
 
     @property
-    def trains_policy(self) -> bool:
-        """Tell whether the policy learns; else it only teaches a student."""
-        return objective_of(self.config).trains_policy
+    def text_tokens(self) -> int:
+        """Return the tokens of the longest prompt and sample."""
+        return derived.text_tokens(self.config)
 
     @property
-    def text_tokens(self) -> int:
-        """Return the tokens of the longest prompt and response."""
-        return self.config.data.max_prompt_tokens + self.config.generation.max_new_tokens
+    def response_tokens(self) -> int:
+        """Return the tokens of the longest sample, without its prompt."""
+        return derived.response_tokens(self.config)
 
     @property
     def batch_rows(self) -> int:
@@ -75,9 +75,7 @@ class PlannedRun:
     @property
     def micro_batches(self) -> int:
         """Return the micro-batches of a minibatch of the longest texts."""
-        generation = self.config.generation
-        samples = generation.prompts_per_step * generation.samples_per_prompt
-        minibatch = samples / self.config.training.minibatches
+        minibatch = derived.samples(self.config) / self.config.training.minibatches
         return math.ceil(minibatch / (self.layout.row_shards * self.batch_rows))
 
     @property
@@ -89,6 +87,16 @@ class PlannedRun:
         """Return the run as one of its calls sees it; None where the devices do not have it."""
         layout = self.layouts.get(call)
         return layout and dataclasses.replace(self, layout=layout)
+
+    def models_of(self, stage: str) -> list[tuple[str, PlannedRun, ModelConfig]]:
+        """List each model of the devices' calls of a stage: its role, the run there, its shape."""
+        named = [(call.rpartition("_"), call) for call in self.layouts]
+        return [
+            (role, dataclasses.replace(self, layout=self.layouts[call]), model)
+            for (role, _, own), call in named
+            if own == stage
+            for model in self.models.of(call)
+        ]
 
     def weights(
         self,
@@ -133,7 +141,7 @@ class PlannedRun:
 
     def logits(self, model: ModelConfig) -> int:
         """Return the float32 bytes of the logits that exist at one time outside generation."""
-        tokens = self.batch_rows * self.config.generation.max_new_tokens
+        tokens = self.batch_rows * self.response_tokens
         return 4 * min(CHUNK, tokens) * self.outputs(model)
 
     def token_values(self, model: ModelConfig) -> int:
@@ -263,13 +271,12 @@ def weight_bytes(model: ModelConfig, dtype: np.dtype, layout: meshes.Layout, end
 
 def bubble_warnings(run: PlannedRun) -> list[str]:
     """Return a sentence for each call of a run that trains as a pipeline of few micro-batches."""
-    pipelined = {call: run.at(call) for call, one in run.layouts.items() if one.role == "pipelined"}
-    said = [
-        bubble_warning(call, own.micro_batches, own.layout.slices)
-        for call, own in pipelined.items()
-        if own
-    ]
-    return [sentence for sentence in said if sentence]
+    each = {call: dataclasses.replace(run, layout=own) for call, own in run.layouts.items()}
+    return pipelined.bubble_warnings(
+        (call, own.micro_batches, own.layout.slices)
+        for call, own in each.items()
+        if own.is_pipelined
+    )
 
 
 def row_share(rows: int, layout: meshes.Layout) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 
 from pallas_kernels import dispatch
 from rlhf_jax.config import derived
+from rlhf_jax.config.algorithms import algorithm_of
 from rlhf_jax.config.checks import (
     require,
     require_even_split,
@@ -24,11 +26,9 @@ from rlhf_jax.config.generation_checks import (
     check_strategy,
     slices_key,
 )
-from rlhf_jax.config.objectives import OBJECTIVES, objective_of, step_may
-from rlhf_jax.config.reward_checks import check_advantage, check_kl, check_rewards
+from rlhf_jax.config.reward_checks import check_rewards
 from rlhf_jax.config.schema import Config, flat
 from rlhf_jax.losses.aggregate import AGGREGATES
-from rlhf_jax.losses.policy import LOSSES
 from rlhf_jax.monitoring import sinks
 from rlhf_jax.placement.pipelined import check_pipelines, is_pipelined
 from rlhf_jax.placement.plan import Plan
@@ -38,6 +38,7 @@ from rlhf_jax.rewards.sources import check_sources
 from rlhf_jax.runtime import mirror
 from rlhf_jax.training.distill import student_config
 from rlhf_jax.training.optimizer import SCHEDULES
+from rlhf_jax.training.settings import aggregate_name
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
 COMPUTE_DTYPES = ("auto", "float32", "bfloat16")
@@ -75,26 +76,31 @@ def validate(config: Config, num_devices: int, num_processes: int = 1) -> dict[s
         require(finite, f"{name} is {value}; it must be finite.")
         counts = isinstance(value, int) and name != "seed"
         require(not counts or abs(value) < TOO_LARGE, f"{name} is {value}; it must be below 2^31.")
-    OBJECTIVES.require(config.objective)
+    algorithm = algorithm_of(config)
     for kernel in config.kernels:
         require_one_of(config, f"kernels.{kernel}", dispatch.WANTED)
 
+    _check_roles(config)
     _check_run(config)
     check_data(config)
-    check_generation(config)
-    check_strategy(config)
-    check_drafter(config)
+    if derived.generates(config):
+        check_generation(config)
+        check_strategy(config)
+        check_drafter(config)
+    else:
+        require_positive(config, "data.rows_per_step", "data.max_response_tokens")
     _check_evaluation(config)
     _check_training(config)
-    objective = objective_of(config)
-    if objective.uses_rewards:
+    _check_critic(config)
+    if derived.rewarded(config):
         check_rewards(config)
-        check_advantage(config)
-        check_kl(config)
-    objective.validate(config)
+    algorithm.check_options(config)
+    algorithm.check(config)
+    _check_unused(config)
+    _check_aggregate(config)
     _check_devices(config, num_devices, num_processes)
     # last, as the functions are imported
-    return check_sources(config) if objective.uses_rewards else {}
+    return check_sources(config) if derived.rewarded(config) else {}
 
 
 def validate_models(config: Config, models: ModelConfigs) -> None:
@@ -102,7 +108,8 @@ def validate_models(config: Config, models: ModelConfigs) -> None:
 
     A model may lack room for a whole text, or have a vocabulary that is not the policy's.
     """
-    policy, drafter, critic, rewards = models
+    policy, drafter, critics, rewards = models
+    critic = next(iter(critics.values()), None)  # all are made of the same model
     for name, model in (("model", policy), ("drafter", drafter)):
         require(
             model is None or not model.scalar_head,
@@ -119,11 +126,12 @@ def validate_models(config: Config, models: ModelConfigs) -> None:
         kept <= policy.vocab_size,
         f"evaluation.top_k is {kept}, but the model has {policy.vocab_size} tokens; lower it.",
     )
-    longest = config.data.max_prompt_tokens + config.generation.max_new_tokens
+    longest = derived.text_tokens(config)
+    limit = "generation.max_new_tokens" if derived.generates(config) else "data.max_response_tokens"
     for name, model in (("model", policy), ("drafter", drafter), ("critic", critic)):
         require(
             model is None or longest <= model.max_context,
-            f"data.max_prompt_tokens + generation.max_new_tokens is {longest}, but the {name}'s"
+            f"data.max_prompt_tokens + {limit} is {longest}, but the {name}'s"
             f" context is {model and model.max_context}; lower one of the two.",
         )
     require(
@@ -140,6 +148,12 @@ def validate_models(config: Config, models: ModelConfigs) -> None:
         f" {critic and critic.vocab_size}, the model's {policy.vocab_size}; give a critic.path of"
         " the same vocabulary, or '' for the policy's own trunk.",
     )
+    for role, model in critics.items():
+        require(
+            model.scalar_head or derived.trains(config, role),
+            f"The {role} of algorithm {config.algorithm.name!r} scores and is not trained; give a"
+            " critic.path that is a reward model.",
+        )
 
 
 def validate_student(config: Config, policy: ModelConfig, path: ModelConfig | None) -> None:
@@ -235,16 +249,64 @@ def _check_training(config: Config) -> None:
     require_not_negative(config, *(f"training.{name}" for name in not_negative))
     clip = config.training.clip_low
     require(clip < 1, f"training.clip_low is {clip}; it must be below 1.")
-    require_one_of(config, "training.aggregate", ("auto", *AGGREGATES))
-    LOSSES.require(config.training.loss)
     require_one_of(config, "training.remat", ("auto", "on", "off"))
     require_one_of(config, "training.schedule", tuple(SCHEDULES))
+
+
+def _check_aggregate(config: Config) -> None:
+    """Check how losses are summed, as the config says or as the algorithm brings it."""
+    require_one_of(config, "training.aggregate", ("auto", *AGGREGATES))
+    aggregate = aggregate_name(config)
+    require(
+        aggregate in AGGREGATES,
+        f"The algorithm {config.algorithm.name!r}, its loss or its estimator brings the aggregate"
+        f" {aggregate!r}, and there are {', '.join(AGGREGATES)}; mend it, or set"
+        " training.aggregate.",
+    )
+
+
+def _check_roles(config: Config) -> None:
+    """Check that no critic of an algorithm is called as another model or stage of a run is."""
+    roles = {*derived.critics(config), *algorithm_of(config).losses}
+    for name in ("generation", "reference", "reward", "student"):
+        require(
+            name not in roles,
+            f"algorithm {config.algorithm.name!r} has a critic called {name!r}, as something else"
+            " of a run is; give it another name.",
+        )
+
+
+def _check_unused(config: Config) -> None:
+    """Check that a run names nothing which its algorithm has no use for."""
+    keys: list[str] = []
+    if not derived.rewarded(config):
+        keys += ["reward.functions", "reward.models", "generation.resample"]
+    if not derived.generates(config):
+        keys += ["drafter.path", "drafter.layers", "evaluation.every", "generation.fuse_inference"]
+    unused = [key for key in keys if operator.attrgetter(key)(config)]
+    require(
+        not unused,
+        f"Algorithm {config.algorithm.name!r} has no use for {', '.join(unused)}: clear what is"
+        " named, or choose another.",
+    )
+
+
+def _check_critic(config: Config) -> None:
+    """Check the figures of a critic, which only some algorithms train."""
+    require_positive(config, "critic.learning_rate", "critic.clip")
+    require_not_negative(config, "critic.warmup_steps", "critic.steps_alone")
+    for key, nothing in (("path", ""), ("steps_alone", 0)):
+        value = config.critic[key]
+        require(
+            bool(derived.critics(config)) or not value,
+            f"critic.{key} is {value!r}, but algorithm {config.algorithm.name!r} has no critic;"
+            f" choose 'ppo', or {nothing!r}.",
+        )
 
 
 def _check_devices(config: Config, num_devices: int, num_processes: int) -> None:
     """Check the plan of calls, what processes share of its slices, and that rows split evenly."""
     plan = plan_of(config, num_devices)
-    slices = plan.placements["generation"].slices
     own = num_devices // num_processes
     for call, placed in plan.placements.items():
         ends = (placed.first, placed.first + placed.count)
@@ -254,41 +316,46 @@ def _check_devices(config: Config, num_devices: int, num_processes: int) -> None
             f"plan {config.plan!r} gives {call} devices {ends[0]} to {ends[1] - 1}, and a process"
             f" has {own}: give it all devices of some processes, or devices of one.",
         )
-    sharing = max(1, plan.placements["generation"].count * num_processes // num_devices)
-    require(
-        slices % sharing == 0 or sharing % slices == 0,
-        f"{slices_key(config)} is {slices}, and the {sharing} processes that generate cannot share"
-        f" them evenly: set it to a multiple of {sharing} or to a number that divides it.",
-    )
+    if generation := plan.placements.get("generation"):
+        slices = generation.slices
+        sharing = max(1, generation.count * num_processes // num_devices)
+        require(
+            slices % sharing == 0 or sharing % slices == 0,
+            f"{slices_key(config)} is {slices}, and the {sharing} processes that generate cannot"
+            f" share them evenly: set it to a multiple of {sharing} or a number that divides it.",
+        )
+        check_fused_inference(config, slices)
     if is_pipelined(plan):
-        check_pipelined_objective(config)
+        check_pipelined_training(config)
         check_pipelines(plan, f"plan: {config.plan or 'mesh'}")
     check_lag(config, plan)
-    check_fused_inference(config, slices)
     check_batches(config)
     check_rows(config, plan, config.plan)
 
 
-def check_pipelined_objective(config: Config) -> None:
-    """Raise ValueError where an objective has gradients of its own, which no pipeline takes."""
+def check_pipelined_training(config: Config) -> None:
+    """Raise ValueError where what is trained is a student, which no pipeline takes."""
     require(
-        step_may(objective_of(config), "may_pipeline"),
-        f"Pipelines train on rewards, and objective {config.objective!r} has gradients of its own;"
-        " leave training.pipelined False, and pipelined out of the plan.",
+        derived.trains(config, "policy"),
+        f"Pipelines train a policy, and algorithm {config.algorithm.name!r} trains none; leave"
+        " training.pipelined False, and pipelined out of the plan.",
     )
 
 
 def check_batches(config: Config) -> None:
     """Raise ValueError where samples do not split evenly into minibatches and micro-batches."""
-    samples = config.generation.prompts_per_step * config.generation.samples_per_prompt
+    samples = derived.samples(config)
     minibatches = config.training.minibatches
     rows = config.training.microbatch_rows
     require_even_split(
         samples,
         minibatches,
-        what="samples of a step (prompts x samples per prompt)",
+        what="samples of a step (prompts x samples of each)",
         by="training.minibatches",
     )
+    if any(loss.whole_groups for loss in algorithm_of(config).losses.values()):
+        prompts = derived.prompts(config)
+        require_even_split(prompts, minibatches, "prompts of a step", by="training.minibatches")
     minibatch = samples // minibatches
     require_even_split(minibatch, rows, "rows of a minibatch", by="training.microbatch_rows")
 
@@ -298,7 +365,9 @@ def check_rows(config: Config, plan: Plan, name: str) -> None:
 
     Packing deals those of all other calls. name: of the plan, '' where it is the config's mesh.
     """
-    placed = plan.placements["generation"]
+    placed = plan.placements.get("generation")
+    if placed is None:
+        return
     in_slice = placed.row_shards // placed.slices
     by = f"generation's data x fsdp of plan {name}" if name else "mesh.data x mesh.fsdp"
     require_even_split(config.generation.max_rows, in_slice, "rows of generation.max_rows", by=by)

@@ -5,37 +5,15 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from rlhf_jax.data.rendering import RenderingError
+from rlhf_jax.data.tokenizer import Tokenizer
 
 AT_ONE_TIME = 1024  # prompts whose texts and lists of tokens are in memory
 UNREADABLE = "rendered to no token"  # why a prompt is dropped: the policy reads nothing
-
-
-class ChatEncoder(Protocol):
-    """Describe what this file needs of a tokenizer."""
-
-    @property
-    def template(self) -> str | None:
-        """Return the chat template, None where a base model has none."""
-        ...
-
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a plain text."""
-        ...
-
-    def encode_chats(
-        self,
-        chats: Sequence[Sequence[Mapping[str, Any]]],
-        /,
-        add_generation_prompt: bool,
-        **arguments: Any,
-    ) -> list[list[int]]:
-        """Return the token ids of each chat in the chat template."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +29,20 @@ class Prompts:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def take(self, chosen: Sequence[int], dropped: dict[str, int]) -> Prompts:
+        """Return some of the prompts; `dropped` counts those that were left out so far."""
+        return Prompts(
+            tokens=[self.tokens[one] for one in chosen],
+            texts=[self.texts[one] for one in chosen],
+            messages=[self.messages[one] for one in chosen],
+            rows=[self.rows[one] for one in chosen],
+            dropped=dropped,
+        )
+
 
 def tokenize(
     rows: Sequence[dict[str, Any]],
-    tokenizer: ChatEncoder,
+    tokenizer: Tokenizer,
     system: str,
     max_prompt_tokens: int,
     raw: bool = False,
@@ -84,10 +72,10 @@ def tokenize(
         for tokens in _encode(rows, chats, part, tokenizer, plain, template_arguments)
     ]
 
-    kept: list[tuple[np.ndarray, str, list[dict[str, Any]], dict[str, Any]]] = []
+    texts = [str(messages[-1]["content"]) for messages in chats]
+    kept: list[int] = []
     dropped: collections.Counter[str] = collections.Counter()
-    for row, messages, tokens in zip(rows, chats, found, strict=True):
-        text = str(messages[-1]["content"])
+    for index, (text, tokens) in enumerate(zip(texts, found, strict=True)):
         if not text.strip():
             dropped["empty"] += 1
         elif not len(tokens):
@@ -95,24 +83,23 @@ def tokenize(
         elif len(tokens) > max_prompt_tokens:
             dropped[f"longer than {max_prompt_tokens} tokens"] += 1
         else:
-            kept.append((tokens, text, messages, row))
+            kept.append(index)
     if not kept:
-        reasons = (
-            ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or "there were none"
-        )
+        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
         hint = "raise max_prompt_tokens"
         if not dropped.keys() - {"empty", UNREADABLE}:
             hint = "give others, or mend the chat template"
-        raise ValueError(f"No prompt is left after the length filter ({reasons}); {hint}.")
-    tokens, texts, chats, rows_kept = (list(column) for column in zip(*kept, strict=True))
-    return Prompts(tokens, texts, chats, rows_kept, dict(dropped))
+        raise ValueError(
+            f"No prompt is left after the length filter ({reasons or 'there were none'}); {hint}."
+        )
+    return Prompts(found, texts, chats, list(rows), {}).take(kept, dict(dropped))
 
 
 def _encode(
     rows: Sequence[dict[str, Any]],
     chats: Sequence[list[dict[str, Any]]],
     part: slice,
-    tokenizer: ChatEncoder,
+    tokenizer: Tokenizer,
     plain: bool,
     template_arguments: Mapping[str, Any],
 ) -> list[np.ndarray]:

@@ -128,11 +128,6 @@ class Tokenizer:
         template = self.named_templates.get("tool_use")
         return None if template is None else Renderer(template, self.day)
 
-    @functools.cached_property
-    def largest_id(self) -> int:
-        """Return the largest token id that `encode` can give."""
-        return max(self.backend.get_vocab(with_added_tokens=True).values())
-
     def save(self, folder: Path) -> None:
         """Write tokenizer.json, tokenizer_config.json and the chat templates.
 
@@ -209,7 +204,7 @@ def _read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]
 
 def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> None:
     """Raise ValueError when the tokenizer can give an id that the model has no embedding for."""
-    largest = tokenizer.largest_id
+    largest = max(tokenizer.backend.get_vocab(with_added_tokens=True).values())
     if largest >= config.vocab_size:
         raise ValueError(
             f"Wrong tokenizer: {tokenizer.origin} gives token ids up to {largest}, which is"

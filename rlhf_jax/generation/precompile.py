@@ -36,7 +36,7 @@ def analysis(
         np.zeros((rows, 0), np.int32),
         None,
         trees.as_data(trees.PLAIN, rows),
-        sampling=decoding.sampling,
+        truncation=decoding.sampling.truncation,
         stop_tokens=decoding.stop_tokens,
         rule=decoding.acceptance,
         layout=layout,
@@ -134,5 +134,5 @@ class BackgroundCompiler:
 def _round_key(
     strategy: Strategy, rows: int, decoding: GenerationConfig, layout: Layout
 ) -> RoundKey:
-    """Identify a round's programs: they do not depend on the seed, which is data."""
-    return strategy, rows, decoding.without_seed, layout
+    """Identify a round's programs: they do not depend on what is data to them."""
+    return strategy, rows, decoding.of_programs, layout

@@ -12,7 +12,7 @@ import numpy as np
 from rlhf_jax.config.schema import Config
 from rlhf_jax.generation.speculative.protocol import Drafter, drafters_of
 from rlhf_jax.generation.speculative.rules import RULES, AcceptanceRule
-from rlhf_jax.generation.speculative.sampling import Sampling
+from rlhf_jax.generation.speculative.sampling import Sampling, check_temperature
 from rlhf_jax.generation.stop_strings import StopStrings
 from rlhf_jax.generation.strategy.acceptance import Observations
 from rlhf_jax.mesh import Layout
@@ -27,7 +27,8 @@ class Request:
 
     Sample ids name the noise: they must not repeat within a seed, nor within a call of `generate`.
     But the same prompt may be drawn again with the same noise, where the text does not depend on
-    the drafts (`AcceptanceRule`).
+    the drafts (`AcceptanceRule`). One prompt may be asked for several times, each at a temperature
+    of its own: one program draws them all. Raises ValueError for a negative or infinite one.
     """
 
     prompt: np.ndarray  # [P] int32
@@ -36,6 +37,11 @@ class Request:
     history: tuple[np.ndarray, ...] = ()  # earlier roll-outs of this prompt, the latest last
     # of the same noise, by sample id
     earlier: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
+    temperature: float | None = None  # 0: greedy; None: that of `GenerationConfig.sampling`
+
+    def __post_init__(self) -> None:
+        if self.temperature is not None:
+            check_temperature(self.temperature)
 
     @property
     def id(self) -> int:
@@ -103,10 +109,16 @@ class GenerationConfig:
         """Return the rule of acceptance."""
         return RULES[self.acceptance]
 
+    def temperature_of(self, request: Request) -> float:
+        """Return the temperature that the samples of a request are drawn at."""
+        own = request.temperature
+        return self.sampling.temperature if own is None else own
+
     @functools.cached_property
-    def without_seed(self) -> GenerationConfig:
-        """Return the same with seed 0."""
-        return dataclasses.replace(self, seed=0)
+    def of_programs(self) -> GenerationConfig:
+        """Return the same with seed 0 and temperature 1, which are data to the programs."""
+        sampling = dataclasses.replace(self.sampling, temperature=1.0)
+        return dataclasses.replace(self, seed=0, sampling=sampling)
 
 
 @dataclasses.dataclass(eq=False)

@@ -44,6 +44,7 @@ class Admission:
     row: Array  # [R] int32, row of the state
     limit: Array  # [R] int32
     key: Array  # [R, 2] uint32
+    temperature: Array  # [R] float32
     history: Array  # [R, E] int32
     earlier: Array  # [R, T or 0] int32
 
@@ -70,6 +71,7 @@ def empty(
         limit=jnp.ones((rows,), jnp.int32),
         done=jnp.ones((rows,), bool),
         key=jnp.zeros((rows, 2), jnp.uint32),
+        temperature=jnp.ones((rows,), jnp.float32),
         history=jnp.full((rows, history), -1, jnp.int32),
         earlier=jnp.full((rows, earlier), -1, jnp.int32),
         cache=kv.empty(target, rows, slots, layout.dtype),
@@ -152,6 +154,7 @@ def admit(
         limit=write(state.limit, admission.limit),
         done=write(state.done, jnp.zeros_like(row, dtype=bool)),
         key=write(state.key, admission.key),
+        temperature=write(state.temperature, admission.temperature),
         history=write(state.history, admission.history),
         earlier=write(state.earlier, admission.earlier),
         cache=jax.tree.map(write, state.cache, begun.cache),

@@ -262,6 +262,7 @@ def _admit(
     row = np.full(ADMITTED, len(batch.rows), np.int32)
     limit = np.ones(ADMITTED, np.int32)
     key = np.zeros((ADMITTED, 2), np.uint32)
+    temperature = np.ones(ADMITTED, np.float32)
     history = np.full((ADMITTED, decoding.history), -1, np.int32)
     earlier = np.full((ADMITTED, earlier_slots), -1, np.int32)
     for i, (place, waiting) in enumerate(admitted):
@@ -271,6 +272,7 @@ def _admit(
         row[i] = place
         limit[i] = sample.limit
         key[i] = (decoding.seed, sample.sample_id)
+        temperature[i] = decoding.temperature_of(sample.request)
         history[i] = _join_texts(sample.texts, decoding.history)
         text = sample.request.earlier.get(sample.sample_id)
         if text is not None and earlier_slots:
@@ -279,7 +281,9 @@ def _admit(
             sample.confidence = {
                 one.name: one.first_confidence for one in decoding.drafters if one.needs_earlier
             }
-    admission = Admission(source, row, limit, key=key, history=history, earlier=earlier)
+    admission = Admission(
+        source, row, limit, key=key, temperature=temperature, history=history, earlier=earlier
+    )
     batch.state = row_verbs.admit(batch.state, prefix, admission, layout=batch.layout)
 
 

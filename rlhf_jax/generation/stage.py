@@ -255,8 +255,12 @@ def read_texts(
     key = np.full((rows, 2), decoding.seed, np.uint32)
     key[: len(samples), 1] = texts.columns["sample_ids"]
 
-    placed = meshes.place_rows((tokens, mask, key), settings.layout)
-    scored = teacher.score(drafter, *placed, decoding.sampling, rows=rows, layout=settings.layout)
+    temperature = np.ones(rows, np.float32)
+    temperature[: len(samples)] = [decoding.temperature_of(one.request) for one in samples]
+
+    placed = meshes.place_rows((tokens, mask, key, temperature), settings.layout)
+    truncation = decoding.sampling.truncation
+    scored = teacher.score(drafter, *placed, truncation, rows=rows, layout=settings.layout)
     rank, confidence = to_host.fetch(scored)
     seen = [sample.seen_prompt for sample in samples] + [False] * (rows - len(samples))
     return teacher.as_observations(rank, confidence, mask, np.array(seen))

@@ -23,11 +23,11 @@ from rlhf_jax.placement.idle import fetched
 from rlhf_jax.placement.plan import CallLayouts
 from rlhf_jax.placement.transfer import is_in_place, transfer
 from rlhf_jax.runtime import messages, to_host
-from rlhf_jax.runtime.compilation import Execute, compile_only, run_now, shapes
+from rlhf_jax.runtime.compilation import Execute, run_now, zeros
 from rlhf_jax.sequences.batch import PackedSequences, Sequences
 from rlhf_jax.sequences.columns import score_column
 from rlhf_jax.sequences.packing import Packed, pack, padding_share, unpack
-from rlhf_jax.types import Model
+from rlhf_jax.types import Model, Models
 
 READ = ("top_k_ids",)  # the columns that scoring reads
 
@@ -50,11 +50,16 @@ class ScoringSettings:
         """Settle how sequences are scored."""
         training = config.training
         return cls(
-            {role: getattr(layouts, f"{role}_inference") for role in derived.scorers(config)},
+            {role: layouts[f"{role}_inference"] for role in derived.scorers(config)},
             config.generation.temperature,
             training.microbatch_rows,
             length_bucket=training.length_bucket,
         )
+
+    def models_of(self, models: Models, frozen: Mapping[str, Model]) -> dict[str, Model]:
+        """Return the models that score, by role, of those that are trained and those that not."""
+        there = {**frozen, **{role: one.weights for role, one in models.items()}}
+        return {role: there[role] for role in self.layouts}
 
 
 @messages.register
@@ -152,21 +157,23 @@ def score(
     settings: ScoringSettings,
     scored: Mapping[int, Scored] | None = None,
     observe: Callable[[PhaseParts], None] = lambda parts: None,
+    execute: Execute = run_now,
 ) -> tuple[Sequences, float]:
     """Return host arrays with a column by each role's model, and the share of padding.
 
     Order and shapes follow from the tokens. Under top-k the reference, too, is renormalised on the
     sampled sets. `scored`, by sample id, is what slices had time for beside generation; only the
-    rest is then scored. `observe` hears of what the devices work on.
+    rest is then scored. `observe` hears of what the devices work on. `execute` calls jitted
+    programs, or only compiles them: the models may then be shapes, and scores are 0.
     """
     scored = scored or {}
     ids = batch.columns["sample_ids"].tolist() if scored else range(len(batch.tokens))
     rest = [row for row, sample in enumerate(ids) if sample not in scored]
     observe(progress := PhaseParts(0))
-    pending = _dispatch(batch.take(np.array(rest, int)), models, settings, progress=progress)
+    pending = _dispatch(batch.take(np.array(rest, int)), models, settings, progress, execute)
     progress.of = len(progress.handed)
     columns = {}
-    for name, of_rest in pending.fetch().items():
+    for name, of_rest in pending.fetch(to_host.fetch if execute is run_now else zeros).items():
         whole = np.zeros(batch.mask.shape, np.float32)
         whole[rest] = of_rest
         for row, sample in enumerate(ids):
@@ -176,21 +183,12 @@ def score(
     return batch.with_columns(**columns), pending.padding
 
 
-def compile_scores(
-    batch: Sequences, models: Mapping[str, Model], settings: ScoringSettings
-) -> Sequences:
-    """Compile what `score` runs of such sequences, and return them with columns of zeros."""
-    pending = _dispatch(batch, shapes(dict(models)), settings, execute=compile_only)
-    zeros = np.zeros(batch.mask.shape, np.float32)
-    return batch.with_columns(**dict.fromkeys(pending.columns, zeros))
-
-
 def _dispatch(
     batch: Sequences,
     models: Mapping[str, Model],
     settings: ScoringSettings,
-    progress: PhaseParts | None = None,
-    execute: Execute = run_now,
+    progress: PhaseParts,
+    execute: Execute,
 ) -> PendingScores:
     """Start to score by weights as inference has them, all models of a layout together."""
     brought: dict[Layout, dict[str, Model]] = {}

@@ -85,6 +85,7 @@ class Estimator:
 
     name: str
     estimate: Estimate
+    title: str = ""  # of a run that learns by it; none: its name
     needs_critic: bool = False  # Reads values, so a critic is trained beside the policy.
     compares_group: bool = False  # Needs two or more samples of each prompt.
     reads_missing: bool = False  # Knows NaN as the reward of a sample whose scoring failed.
@@ -98,7 +99,7 @@ def _no_estimator(found: object) -> str:
     return "" if isinstance(found, Estimator) else "is no rlhf_jax.Estimator"
 
 
-ESTIMATORS: Table[Estimator] = Table("advantage.estimator", _no_estimator)  # by name
+ESTIMATORS: Table[Estimator] = Table("algorithm.estimator", _no_estimator)  # by name
 
 
 def register(estimator: Estimator) -> None:
@@ -250,10 +251,11 @@ def _reinforce_plus_plus_baseline(
     return whiten(advantages, mask), None
 
 
-register(Estimator("gae", _whitened_gae, needs_critic=True))
+register(Estimator("gae", _whitened_gae, "PPO", needs_critic=True))
 _comparing = functools.partial(Estimator, compares_group=True, reads_missing=True)
-register(_comparing("grpo", _grpo))
-register(_comparing("dr_grpo", of_samples(dr_grpo), aggregate="constant"))
-register(_comparing("rloo", of_samples(rloo)))
-register(Estimator("reinforce++", _reinforce_plus_plus))
-register(_comparing("reinforce++-baseline", _reinforce_plus_plus_baseline))
+register(_comparing("grpo", _grpo, "GRPO"))
+register(_comparing("dr_grpo", of_samples(dr_grpo), "Dr. GRPO", aggregate="constant"))
+register(_comparing("rloo", of_samples(rloo), "RLOO"))
+register(Estimator("reinforce++", _reinforce_plus_plus, "REINFORCE++"))
+_baseline = "REINFORCE++ with baseline"
+register(_comparing("reinforce++-baseline", _reinforce_plus_plus_baseline, _baseline))

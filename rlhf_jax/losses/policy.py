@@ -1,4 +1,4 @@
-"""Losses of the policy, token by token; one equation a function, found by `training.loss`."""
+"""Losses of the policy, token by token; one equation a function, found by `algorithm.loss`."""
 
 from __future__ import annotations
 
@@ -121,9 +121,9 @@ def _no_loss(found: object) -> str:
     return "" if callable(found) else "is no function of rlhf_jax.LossTerms"
 
 
-# By the names that training.loss may have.
+# By the names that algorithm.loss may have.
 LOSSES: Table[PolicyLoss] = Table(
-    "training.loss",
+    "algorithm.loss",
     _no_loss,
     {"ppo": ppo, "dual_clip": dual_clip, "gspo": gspo, "cispo": cispo, "reinforce": reinforce},
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from pallas_kernels.shapes import BLOCK
 from rlhf_jax.mesh import ONE_DEVICE, Layout, pin_weights
 from rlhf_jax.model.transformer import pad_vocab
 from rlhf_jax.placement.transfer import transfer_ends, transfer_layers
-from rlhf_jax.types import Layer, Model, OutputFirst
+from rlhf_jax.types import Layer, Model, Models, OutputFirst
 
 # Platforms whose products of few rows are faster so: at every number of rows from 1 to 128, by
 # benchmarks/products.py (benchmarks/results/products.jsonl).
@@ -52,6 +53,19 @@ def _turned(layer: Layer, layout: Layout) -> Layer:
     turned["output"] = jnp.moveaxis(layer.output, -1, 0)
     turned = {name: OutputFirst(weight) for name, weight in turned.items()}
     return pin_weights(dataclasses.replace(layer, **turned), layout)
+
+
+def decoding_models(
+    models: Models, frozen: Mapping[str, Model], layout: Layout
+) -> tuple[Model, Model | None]:
+    """Return policy and drafter as generation wants them: unrolled, cast, laid out.
+
+    The drafter is the student that is trained, with the policy's embedding and head, else the
+    frozen one, if any.
+    """
+    target = decoding_weights(models["policy"].weights, layout)
+    drafter = models["drafter"].weights if "drafter" in models else frozen.get("drafter")
+    return target, student_for(target, drafter, layout)
 
 
 def student_for(target: Model, drafter: Model | None, layout: Layout = ONE_DEVICE) -> Model | None:

@@ -39,24 +39,14 @@ def tree_attention(layout: Layout) -> Callable[..., Array]:
     if layout.kernels.tree_attention == "reference" or layout.mesh is None:
         return attend
 
-    def attend_parts(
-        query: Array,
-        cache_k: Array,
-        cache_v: Array,
-        window_k: Array,
-        window_v: Array,
-        length: Array,
-        mask: Array,
-    ) -> Array:
+    def attend_parts(query: Array, cache_k: Array, *others: Array) -> Array:
         """Attend in each device's own rows and heads."""
         cache = layout.fit(row_spec(cache_k.ndim), cache_k.shape)
-        rows = cache[0]
-        heads = cache[1]
+        rows, heads = cache[:2]
         new = PartitionSpec(rows, None, heads)
         of_rows = PartitionSpec(rows)
         specs = (new, cache, cache, cache, cache, of_rows, of_rows)
-        parts = _on_each(attend, layout, in_specs=specs, out_specs=new)
-        return parts(query, cache_k, cache_v, window_k, window_v, length, mask)
+        return _on_each(attend, layout, specs, new)(query, cache_k, *others)
 
     return attend_parts
 
@@ -64,36 +54,36 @@ def tree_attention(layout: Layout) -> Callable[..., Array]:
 def verify_head(layout: Layout) -> Callable[..., Parts]:
     """Return what gives the `Parts` of a model's logits at hidden [B, Q, M].
 
-    The block noise is [B, Q, blocks] or, at temperature 0, None; every leaf of the result begins
-    with [B, Q]. Each device takes its rows and its part of the vocabulary, which must be whole
+    The block noise is [B, Q, blocks], the temperature [B, Q]; every leaf of the result begins with
+    [B, Q]. Each device takes its rows and its part of the vocabulary, which must be whole
     blocks: `decoding.decoding_weights`.
     """
     run = implementation("verify_head", layout.kernels)
 
-    def parts(model: Model, hidden: Array, noise: Array | None, temperature: float) -> Parts:
+    def parts(model: Model, hidden: Array, noise: Array, temperature: Array) -> Parts:
         """Compute the parts of all nodes of all rows."""
         own = head_of(model)
         tied = isinstance(own, OutputFirst)
         vocab = model.config.vocab_size
         head = own.weight if tied else own
-        of = functools.partial(run, temperature=temperature, tied=tied)
+        of = functools.partial(run, tied=tied)
 
-        def local(hidden: Array, head: Array, noise: Array | None) -> Parts:
+        def local(hidden: Array, head: Array, noise: Array, temperature: Array) -> Parts:
             """Compute the parts of one device's share of the head, and combine those of all."""
             place = jax.lax.axis_index("tensor")
             held = head.shape[0 if tied else 1]
-            found = of(hidden, head, noise, jnp.clip(vocab - place * held, 0, held))
+            known = jnp.clip(vocab - place * held, 0, held)
+            found = of(hidden, head, noise, temperature, known)
             return combine(found, "tensor", place * (held // BLOCK))
 
-        flat = [None if x is None else x.reshape(-1, x.shape[-1]) for x in (hidden, noise)]
+        flat = [x.reshape(-1, *x.shape[2:]) for x in (hidden, noise, temperature)]
         if layout.mesh is None:
-            found = of(flat[0], head, flat[1], vocab)
+            found = of(flat[0], head, *flat[1:], vocab)
         else:
             rows = PartitionSpec(ROW_AXES)
             words = PartitionSpec("tensor") if tied else PartitionSpec(None, "tensor")
-            specs = (rows, words, PartitionSpec(ROW_AXES, "tensor"))
-            on_each = _on_each(local, layout, in_specs=specs, out_specs=rows)
-            found = on_each(flat[0], head, flat[1])
+            specs = (rows, words, PartitionSpec(ROW_AXES, "tensor"), rows)
+            found = _on_each(local, layout, specs, rows)(flat[0], head, *flat[1:])
         return jax.tree.map(lambda leaf: leaf.reshape(*hidden.shape[:2], *leaf.shape[1:]), found)
 
     return parts
@@ -123,9 +113,7 @@ def token_logprobs(layout: Layout) -> Callable[..., tuple[Array, Array]] | None:
             first = jax.lax.axis_index("tensor") * head.shape[0 if tied else 1] if axis else 0
             return run(hidden, head, targets - first, temperature=temperature, tied=tied, axis=axis)
 
-        specs = (rows, words, rows)
-        on_each = _on_each(local, layout, in_specs=specs, out_specs=rows)
-        return on_each(hidden, head, targets)
+        return _on_each(local, layout, (rows, words, rows), rows)(hidden, head, targets)
 
     return of_rows
 
@@ -141,8 +129,7 @@ def commit(layout: Layout) -> Callable[[Cache, Cache, Array, Array], Cache]:
         leaf = cache[0][0]
         spec = layout.fit(row_spec(leaf.ndim), leaf.shape)
         specs = (spec, spec, PartitionSpec(spec[0]), PartitionSpec(spec[0]))
-        parts = _on_each(write, layout, in_specs=specs, out_specs=spec)
-        return parts(cache, window, path, start)
+        return _on_each(write, layout, specs, spec)(cache, window, path, start)
 
     return write_parts
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-from rlhf_jax.runtime import distributed
+from collections.abc import Mapping
 
 
 class Callback:
@@ -19,17 +17,3 @@ class Callback:
 
     def after_evaluation(self, step: int, means: Mapping[str, float]) -> bool | None:
         """Hear the means of an evaluation after `step` updates, as evaluations.jsonl has them."""
-
-
-def tell_step(callbacks: Sequence[Callback], step: int, metrics: Mapping[str, float]) -> bool:
-    """Tell callbacks of a step; return, on all processes, whether one wants the run to end."""
-    return distributed.run_on_leader(
-        lambda: any([one.after_step(step, metrics) for one in callbacks])
-    )
-
-
-def tell_evaluation(callbacks: Sequence[Callback], step: int, means: Mapping[str, float]) -> bool:
-    """Tell callbacks of an evaluation; return, on all processes, whether one wants to end."""
-    return distributed.run_on_leader(
-        lambda: any([one.after_evaluation(step, means) for one in callbacks])
-    )

@@ -13,17 +13,20 @@ from rich.live import Live
 from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from rlhf_jax.monitoring.parts import PhaseParts
 from rlhf_jax.monitoring.phases import PhaseSeconds
 
-# (heading, key of the metrics, width in characters, format) of the columns of a step's line.
+# (heading, key of the metrics, width in characters, format) of the columns of a step's line: those
+# whose number a run has. The panel draws the first of them.
 STEP_COLUMNS = (
     ("reward", "reward/mean", 7, ".3f"),
+    ("drawn alike", "drafter/acceptance", 11, ".3f"),
     ("kl", "kl/mean", 8, ".4f"),
     ("loss", "loss/policy", 8, ".4f"),
+    ("student's", "drafter/loss", 9, ".4f"),
     ("length", "response/length_mean", 7, ".1f"),
     ("tok/s", "generation/tokens_per_second", 7, ".0f"),
     ("tok/round", "generation/tokens_per_round", 9, ".2f"),
@@ -36,7 +39,7 @@ TIME_WIDTH = 8  # characters of the last column, the time left
 PHASE_SECONDS = 10.0  # between two lines that say the phase where there is no terminal
 RECENT_STEPS = 20  # whose median tells the time left
 SPARKS = "▁▂▃▄▅▆▇█"
-SPARK_STEPS = 24  # whose rewards the panel draws
+SPARK_STEPS = 24  # whose numbers the panel draws
 
 
 class Progress:
@@ -62,7 +65,8 @@ class Progress:
         self._live_numbers: Mapping[str, float] = {}
         self._parts: PhaseParts | None = None
         self._seconds: list[float] = []
-        self._rewards: list[float] = []
+        self._columns: list[tuple[str, str, int, str]] = []
+        self._drawn: list[float] = []
         self._counter_width = max(len("step"), 2 * len(str(total)) + 1)
         self._next_line = 0.0
         self._step_start = time.monotonic()
@@ -75,9 +79,6 @@ class Progress:
     def __enter__(self) -> Progress:
         self._step_start = time.monotonic()
         self._phase_start = self._step_start
-        columns = [heading.rjust(width) for heading, _, width, _ in STEP_COLUMNS]
-        heading = ["step".rjust(self._counter_width), *columns, "left".rjust(TIME_WIDTH)]
-        self._console.print(Text(" ".join(heading), "bold"), soft_wrap=True)
         if self._console.is_terminal:
             self._live.start()
         return self
@@ -102,15 +103,24 @@ class Progress:
             self.say(f"{counter}  {self._phase}  {self._told()}")
 
     def finish(self, metrics: Mapping[str, float]) -> None:
-        """End a step: print its line, of the keys in STEP_COLUMNS and the time left."""
+        """End a step: print its line, of the keys in STEP_COLUMNS and the time left.
+
+        The first step decides which columns there are, and prints their headings.
+        """
         now = time.monotonic()
+        if not self._seconds:
+            self._columns = [column for column in STEP_COLUMNS if column[1] in metrics]
+            headings = [heading.rjust(width) for heading, _, width, _ in self._columns]
+            line = ["step".rjust(self._counter_width), *headings, "left".rjust(TIME_WIDTH)]
+            self._console.print(Text(" ".join(line), "bold"), soft_wrap=True)
         self._seconds.append(now - self._step_start)
-        self._rewards.append(float(metrics["reward/mean"]))
+        self._drawn += [metrics[key] for _, key, _, _ in self._columns[:1] if key in metrics]
         self._step_start = now
         self._next_line = now + PHASE_SECONDS
         self._done += 1
         cells = [
-            format(float(metrics[key]), form).rjust(width) for _, key, width, form in STEP_COLUMNS
+            (format(float(metrics[key]), form) if key in metrics else "").rjust(width)
+            for _, key, width, form in self._columns
         ]
         self.say(" ".join([self._counter(self._done), *cells, self._left().rjust(TIME_WIDTH)]))
 
@@ -144,11 +154,11 @@ class Progress:
         return str(datetime.timedelta(seconds=round(seconds)))
 
     def _panel(self) -> Group:
-        """Draw the panel: the step, a bar, the time left, the rewards, and the phase."""
-        rewards = self._rewards[-SPARK_STEPS:]
-        low = min(rewards, default=0.0)
-        span = (max(rewards, default=0.0) - low) or 1.0
-        sparks = [SPARKS[round((value - low) / span * (len(SPARKS) - 1))] for value in rewards]
+        """Draw the panel: the step, a bar, the time left, the first column, and the phase."""
+        drawn = [float(value) for value in self._drawn[-SPARK_STEPS:]]
+        low = min(drawn, default=0.0)
+        span = (max(drawn, default=0.0) - low) or 1.0
+        sparks = [SPARKS[round((value - low) / span * (len(SPARKS) - 1))] for value in drawn]
 
         bar = Table.grid(padding=(0, 2))
         bar.add_row(
@@ -171,8 +181,7 @@ def describe(title: str, rows: Sequence[tuple[str, str]], console: Console | Non
     table.add_column(overflow="fold")
     for name, value in rows:
         table.add_row(Text(name), Text(value))
-    console = console or Console()
-    console.print(Text(title, "bold"), Padding(table, (0, 0, 1, 2)))
+    (console or Console()).print(Text(title, "bold"), Padding(table, (0, 0, 1, 2)))
 
 
 def compare(
@@ -184,9 +193,7 @@ def compare(
 
     A measure has its change beside it.
     """
-    numbers = Table("measure", box=box.SIMPLE_HEAD)
-    for heading in ("before", "after", "change"):
-        numbers.add_column(heading, justify="right")
+    numbers = _numbers_table("measure", "before", "after", "change")
     for name, before, after in measures:
         style = "green" if after > before else "red" if after < before else ""
         change = Text(f"{after - before:+.3f}", style)
@@ -194,22 +201,19 @@ def compare(
     texts = Table("prompt", "before", "after", box=box.SIMPLE_HEAD, show_lines=True, expand=True)
     for row in samples:
         texts.add_row(*(Text(" ".join(cell.split()), overflow="fold") for cell in row))
-    console = console or Console()
-    console.print(numbers, texts)
+    (console or Console()).print(numbers, texts)
 
 
-def warn(sentences: Sequence[str], console: Console | None = None) -> None:
+def warn(sentences: Sequence[str]) -> None:
     """Print what should worry the reader of a run, a line each."""
-    console = console or Console()
+    console = Console()
     for sentence in sentences:
         console.print(Text("! ", "bold red").append(sentence, "red"))
 
 
 def where_time_went(phases: Sequence[PhaseSeconds], console: Console | None = None) -> None:
     """Print the seconds of each phase that took more than a hundredth of them all."""
-    table = Table("phase", box=box.SIMPLE_HEAD)
-    for heading in ("seconds", "share", "compiling"):
-        table.add_column(heading, justify="right")
+    table = _numbers_table("phase", "seconds", "share", "compiling")
     total = sum(phase.seconds for phase in phases)
     for phase in phases:
         if phase.seconds > total / 100:
@@ -217,3 +221,9 @@ def where_time_went(phases: Sequence[PhaseSeconds], console: Console | None = No
             table.add_row(phase.phase, f"{phase.seconds:.1f}", share, f"{phase.compiling:.1f}")
     table.add_row("in all", f"{total:.1f}", "", f"{sum(phase.compiling for phase in phases):.1f}")
     (console or Console()).print(table)
+
+
+def _numbers_table(name: str, *headings: str) -> Table:
+    """Return a table whose columns after the first have numbers."""
+    numbers = (Column(heading, justify="right") for heading in headings)
+    return Table(name, *numbers, box=box.SIMPLE_HEAD)

@@ -72,7 +72,7 @@ MEANINGS = (
     Meaning("training/minibatches_done", "optimizer steps taken", "", "all, but for target_kl"),
     Meaning(
         "training/skipped",
-        "minibatches skipped, as a number was not finite; losses and KL read 0 where all were",
+        "minibatches skipped, as a number was not finite; losses and KL are absent where all were",
         "",
         "0",
     ),
@@ -80,6 +80,7 @@ MEANINGS = (
     Meaning("training/padding", "share of the tokens of training that are padding", "", "< 0.2"),
     Meaning("inference/seconds", "rewards, log-probs and values being computed", "s"),
     Meaning("inference/padding", "share of the tokens of inference that are padding", "", "< 0.2"),
+    Meaning("data/epoch", "times that the rows were gone through, where samples are given"),
     # generation
     Meaning("generation/seconds", "the policy writing responses", "s"),
     Meaning("generation/tokens", "tokens of the responses", "tokens"),

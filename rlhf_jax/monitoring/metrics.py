@@ -3,39 +3,25 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import io
 import json
 import math
 import os
 import pathlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhf_jax.runtime.files import write_atomically
+from rlhf_jax.runtime.files import write_atomically, writing
 
 # The package is imported where a run writes: what only plans or measures does without it.
 if TYPE_CHECKING:
     from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
-# Keys that every line of metrics.jsonl has; seconds are wall seconds of the phase.
-REQUIRED = (
-    "step",
-    "reward/mean",
-    "kl/mean",
-    "response/length_mean",
-    "generation/seconds",
-    "generation/tokens",
-    "generation/rounds",
-    "generation/tokens_per_second",
-    "generation/tokens_per_round",
-    "inference/seconds",
-    "training/seconds",
-    "loss/policy",
-)
+# Keys that every line of metrics.jsonl has; others are those of the parts that a run has.
+REQUIRED = ("step", "step/seconds")
 
 # The files of lines, a record each, that a run appends to.
 LINES = ("metrics", "evaluations", "samples", "strategies")
@@ -46,11 +32,9 @@ SHOWN_SAMPLES = 6
 # What a run has in its workdir, and an earlier run leaves there.
 RUN_FILES = (
     "config.json",
-    "objective.json",
-    "metrics.jsonl",
-    "samples.jsonl",
-    "evaluations.jsonl",
-    "strategies.jsonl",
+    "about.json",
+    "objective.json",  # of earlier versions
+    *(f"{name}.jsonl" for name in LINES),
     "tensorboard",
     "sinks",
     "timeline",
@@ -71,15 +55,15 @@ class Writer:
         from tensorboardX.event_file_writer import EventsWriter
 
         folder = pathlib.Path(workdir)
-        with _writing(folder):
+        with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         paths = [folder / f"{name}.jsonl" for name in LINES]
         for path in paths:
             kept = [line for line in _lines(path) if _parsed(path, line)["step"] < first_step]
-            with _writing(path):
+            with writing(path):
                 write_atomically(path, b"".join(line + b"\n" for line in kept), durable=True)
         self._events_folder = folder / "tensorboard"
-        with _writing(self._events_folder):
+        with writing(self._events_folder):
             # Written anew from the lines of metrics and evaluations, which alone decide which steps
             # stand there.
             self._events_folder.mkdir(exist_ok=True)
@@ -90,20 +74,18 @@ class Writer:
                 for line in _lines(path):
                     self._events.write_event(_event(_parsed(path, line)))
             self._events.flush()
-        self._files: list[io.FileIO] = []
-        for path in paths:
+        self._files: dict[str, io.FileIO] = {}
+        for name, path in zip(LINES, paths, strict=True):
             # Without a buffer, what fails to be written does not wait to fail again.
-            with _writing(path):
-                self._files.append(path.open("ab", buffering=0))
-        self._metrics, self._evaluations, self._samples, self._strategies = self._files
+            with writing(path):
+                self._files[name] = path.open("ab", buffering=0)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Write a step's metrics: Python, numpy or JAX scalars by key.
 
         Raises ValueError if a key of REQUIRED misses or a value is not finite.
         """
-        missing = [key for key in REQUIRED if key not in metrics]
-        if missing:
+        if missing := [key for key in REQUIRED if key not in metrics]:
             raise ValueError(f"The metrics of a step miss {', '.join(missing)}.")
         numbers = {}
         for key, value in metrics.items():
@@ -114,24 +96,22 @@ class Writer:
                     " or check the reward."
                 )
             numbers[key] = scalar
-        _append(self._metrics, numbers)
+        self._append("metrics", numbers)
         self._add_points(numbers)
 
-    def write_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
-        """Write a line for each sample: the step, and all that the sample holds."""
-        for sample in samples:
-            _append(self._samples, {"step": step, **sample})
+    def write_rows(self, name: str, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write the step's "samples", or its "strategies" at each number of live rows: a line each.
 
-    def write_strategies(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write a line for each strategy at each number of live rows of the step's roll-outs."""
+        A line has the step, and all that the row holds.
+        """
         for row in rows:
-            _append(self._strategies, {"step": step, **row})
+            self._append(name, {"step": step, **row})
 
     def write_evaluation(
         self, step: int, means: Mapping[str, float], samples: Sequence[Mapping[str, Any]]
     ) -> None:
         """Write a line for an evaluation: `step` (updates done before it), means and samples."""
-        _append(self._evaluations, {"step": step, **means, "samples": samples})
+        self._append("evaluations", {"step": step, **means, "samples": samples})
         self._add_points({"step": step, **means})
 
     def sync(self) -> None:
@@ -139,18 +119,32 @@ class Writer:
 
         A checkpoint that is then saved lacks none.
         """
-        for file in self._files:
-            with _writing(str(file.name)):
+        for file in self._files.values():
+            with writing(str(file.name)):
                 os.fsync(file.fileno())
 
     def close(self) -> None:
         """Close the files."""
-        for file in (*self._files, self._events):
+        for file in (*self._files.values(), self._events):
             file.close()
+
+    def _append(self, name: str, row: Mapping[str, Any]) -> None:
+        """Add a record to the file of a name as one line, at once."""
+        text = json.dumps(
+            row,
+            ensure_ascii=False,
+            allow_nan=False,
+            default=lambda value: np.asarray(value).tolist(),
+        )
+        rest = memoryview((text + "\n").encode())
+        file = self._files[name]
+        with writing(str(file.name)):
+            while rest:
+                rest = rest[file.write(rest) :]
 
     def _add_points(self, row: Mapping[str, Any]) -> None:
         """Add the numbers of a record to TensorBoard's file."""
-        with _writing(self._events_folder):
+        with writing(self._events_folder):
             self._events.write_event(_event(row))
             self._events.flush()
 
@@ -162,18 +156,17 @@ def check(workdir: str | pathlib.Path) -> None:
 
 
 def open_run(
-    workdir: str | pathlib.Path, config: str, first_step: int = 0, objective: str = "{}"
+    workdir: str | pathlib.Path, config: str, first_step: int = 0, about: str = "{}"
 ) -> Writer:
     """Return a writer for a run in `workdir`, and write its config (JSON) beside its files.
 
-    objective: JSON too: the "title" of what the run does, and the "names" of curves that mean
-    something else in it than they say; the report reads it.
+    about: JSON too: the "title" of what the run does, and its "environment"; the report reads it.
 
     A run that resumes, at a `first_step` above 0, goes on in the files that are there. One that
     starts keeps those of an earlier run: they move to a folder `earlier-N` in the same place.
     """
     folder = pathlib.Path(workdir)
-    with _writing(folder):
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         old = [folder / name for name in RUN_FILES if (folder / name).exists()]
         if old and first_step == 0:
@@ -183,15 +176,10 @@ def open_run(
             earlier.mkdir()
             for path in old:
                 path.rename(earlier / path.name)
-    for path, text in (folder / "config.json", config), (folder / "objective.json", objective):
-        with _writing(path):
+    for path, text in (folder / "config.json", config), (folder / "about.json", about):
+        with writing(path):
             write_atomically(path, (text + "\n").encode(), durable=True)
     return Writer(folder, first_step)
-
-
-def read_metrics(workdir: str | pathlib.Path) -> list[dict[str, float]]:
-    """Return the metrics of every step of a run."""
-    return read_rows(workdir, "metrics")
 
 
 def read_rows(workdir: str | pathlib.Path, *names: str) -> list[dict[str, Any]]:
@@ -220,8 +208,7 @@ def before_and_after(workdir: str | pathlib.Path) -> tuple[list, list]:
         later[sample["prompt"]].append(sample["response"])
     pairs = []
     for sample in first.get("samples", []):
-        responses = later[sample["prompt"]]
-        if responses:
+        if responses := later[sample["prompt"]]:
             pairs.append((sample["prompt"], sample["response"], responses.pop()))
     return measures, pairs[:: -(-len(pairs) // SHOWN_SAMPLES) or 1]
 
@@ -247,17 +234,6 @@ def _parsed(path: pathlib.Path, line: bytes) -> dict[str, Any]:
         ) from error
 
 
-def _append(file: io.FileIO, row: Mapping[str, Any]) -> None:
-    """Add a record to a file as one line, at once."""
-    text = json.dumps(
-        row, ensure_ascii=False, allow_nan=False, default=lambda value: np.asarray(value).tolist()
-    )
-    rest = memoryview((text + "\n").encode())
-    with _writing(str(file.name)):
-        while rest:
-            rest = rest[file.write(rest) :]
-
-
 def _event(row: Mapping[str, Any]) -> Event:
     """Return the numbers of a record as TensorBoard's points of one step."""
     from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
@@ -269,15 +245,3 @@ def _event(row: Mapping[str, Any]) -> Event:
         if key not in ("step", "samples")
     ]
     return Event(wall_time=time.time(), step=row["step"], summary=Summary(value=points))
-
-
-@contextlib.contextmanager
-def _writing(path: str | pathlib.Path) -> Iterator[None]:
-    """Turn an OSError within the context into one that names the path and says what to do."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(
-            f"{path} cannot be written ({error.strerror or error}): make room or name another"
-            " workdir."
-        ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax.monitoring
@@ -83,3 +83,15 @@ def _name(told: Mapping[str, Any]) -> str:
     """Return the name of the program that jax tells of: of jit(update) it is update."""
     name = str(told.get("fun_name", "a program"))
     return name.removeprefix("jit(").removesuffix(")") if name.startswith("jit(") else name
+
+
+@contextlib.contextmanager
+def timed(
+    phase: str, metrics: dict[str, float], observe: Callable[[str, None], None]
+) -> Iterator[None]:
+    """Say that a phase begins, and add the seconds that it takes to `PHASE/seconds`."""
+    observe(phase, None)
+    start = time.perf_counter()
+    yield
+    name = f"{phase}/seconds"
+    metrics[name] = metrics.get(name, 0.0) + time.perf_counter() - start

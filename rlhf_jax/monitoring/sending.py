@@ -17,8 +17,6 @@ from rlhf_jax.runtime.files import write_atomically
 
 LAST_WAIT = 60.0  # seconds in which sinks may take what is left when the run ends
 
-Rows = dict[int, dict[str, float]]  # numbers by name, by step
-
 
 class Sender:
     """Hold back what a run measures until its checkpoint is on disk, then send it to the sinks.
@@ -36,7 +34,7 @@ class Sender:
         say: Callable[[str], None],
     ):
         """Start a thread for each sink; `written` are the lines that the run's files have."""
-        self._rows: Rows = {}
+        self._rows: dict[int, dict[str, float]] = {}  # numbers by name, by step
         for line in written:
             self.add(line["step"], {key: line[key] for key in line if key != "samples"})
         self._threads = [_SinkThread(name, workdir, config, say) for name in names]

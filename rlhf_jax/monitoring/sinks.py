@@ -7,17 +7,19 @@ variables that its documentation names, such as WANDB_MODE, MLFLOW_TRACKING_URI 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib
 import importlib.util
 import os
 import pathlib
+import re
 import time
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from rlhf_jax.monitoring.names import escaped
 from rlhf_jax.runtime.extensions import Table
+from rlhf_jax.runtime.foreign import SURROGATE
 
 PROJECT = "rlhf_jax"  # under which runs stand where the environment names no project
 LONGEST_PARAMETER = 500  # characters of a config's value that MLflow keeps
@@ -31,6 +33,28 @@ REFUSED_BY_MLFLOW = r"[^/\w.\- :]|(?:(?<=/)|^)/|/\Z|(?:(?<=/)|^)\.(?=\.?(?:/|\Z)
 # Where MLflow keeps files a name is one, and so no folder of another, as eval/reward would be of
 # eval/reward/failed: only the last slash stays.
 REFUSED_BY_FILES = rf"{REFUSED_BY_MLFLOW}|/(?=[\s\S]*/)"
+# An underscore that would else read as the beginning of an escape.
+AMBIGUOUS = "_(?=x[0-9A-F]{4})"
+
+
+def escaped(name: str, refused: str, longest: int | None = None) -> str:
+    r"""Return a name in which each character that a regular expression matches is _xHHHH_.
+
+    H are the digits of its code point, four or eight, as .NET's `XmlConvert.EncodeName` has them;
+    `_x([0-9A-F]{4}|[0-9A-F]{8})_` finds them again. A name of more than `longest` bytes is cut, and
+    ends in a digest of the whole.
+    """
+
+    def code(found: re.Match[str]) -> str:
+        point = ord(found[0])
+        return f"_x{point:04X}_" if point < 1 << 16 else f"_x{point:08X}_"
+
+    fitting = re.sub(f"{AMBIGUOUS}|{SURROGATE.pattern}|{refused}", code, name)
+    data = fitting.encode()
+    if longest is None or len(data) <= longest:
+        return fitting
+    digest = hashlib.sha256(data).hexdigest()[:16]
+    return f"{data[: longest - len(digest) - 1].decode(errors='ignore')}_{digest}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +130,7 @@ class Mlflow:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         found = self._client.get_experiment_by_name(name)
         experiment = found.experiment_id if found else self._client.create_experiment(name)
-        own = self._client.search_runs([experiment], f"tags.`rlhf_jax.run` = '{run.id}'")
-        if own:
+        if own := self._client.search_runs([experiment], f"tags.`rlhf_jax.run` = '{run.id}'"):
             self._id = own[0].info.run_id
             self._client.update_run(self._id, "RUNNING")
             return

@@ -6,12 +6,11 @@ import collections
 import dataclasses
 import json
 import pathlib
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rlhf_jax.runtime import messages
-from rlhf_jax.runtime.files import write_atomically
+from rlhf_jax.runtime.files import write_atomically, writing
 
 KEPT_TRACES = 10  # the latest of a run
 # Perfetto takes process 0 and thread 0 for the idle task of a kernel, and a thread of its process's
@@ -32,22 +31,6 @@ class Span:
     rows: int  # live rows of a round, or samples that came by an exchange or were read
     label: str  # the strategy of a round, or the call by its name in a plan
     amount: int  # tokens, or bytes of an exchange
-
-
-@dataclasses.dataclass
-class Timeline:
-    """Hold the spans of one stage, each slice's in the order in which they were dispatched.
-
-    What came to a slice by an exchange stands before the round that it joined.
-    """
-
-    spans: list[Span] = dataclasses.field(default_factory=list)
-    # when the stage began, by this process's clock
-    start: float = dataclasses.field(default_factory=time.perf_counter)
-
-    def add(self, span: Span) -> None:
-        """Add a span that was dispatched after all others of its slice."""
-        self.spans.append(span)
 
 
 def since(spans: Iterable[Span], start: float) -> list[Span]:
@@ -99,8 +82,8 @@ def chrome_trace(spans: Iterable[Span], lanes: Sequence[str]) -> dict[str, Any]:
     changes: dict[int, int] = collections.defaultdict(int)  # of the live rows, by time
     for span in own:
         counted = ("samples", "bytes") if span.kind == "exchange" else ("rows", "tokens")
-        began = _microseconds(span.began)
-        ended = _microseconds(span.ended)
+        began = round(1e6 * span.began)
+        ended = round(1e6 * span.ended)
         event = {
             "ph": "X",
             "cat": span.kind,
@@ -135,18 +118,13 @@ def write(
     """
     path = pathlib.Path(workdir) / "timeline" / f"step-{step:06d}.json"
     text = json.dumps(chrome_trace(spans, lanes), separators=(",", ":"), ensure_ascii=False)
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text.encode())
         traces = sorted(path.parent.glob("step-*.json"))
         end = traces.index(path) + 1
         for superseded in (*traces[: max(0, end - KEPT_TRACES)], *traces[end:]):
             superseded.unlink()
-    except OSError as error:
-        reason = error.strerror or error
-        raise OSError(
-            f"{path} cannot be written ({reason}): make room or name another workdir."
-        ) from error
     return path
 
 
@@ -160,8 +138,3 @@ def _names(lanes: Sequence[str]) -> list[dict[str, Any]]:
         names.append(thread | {"name": "thread_name", "args": {"name": name}})
         order.append(thread | {"name": "thread_sort_index", "args": {"sort_index": index}})
     return [process, *names, *order]
-
-
-def _microseconds(seconds: float) -> int:
-    """Return whole microseconds."""
-    return round(1e6 * seconds)

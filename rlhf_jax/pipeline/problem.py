@@ -33,11 +33,6 @@ class Pipe:
         """Return the stages of each copy."""
         return len(self.forward)
 
-    @property
-    def bubble(self) -> float:
-        """Return the share of its time in which a stage idles if the pipe runs alone."""
-        return (self.stages - 1) / (self.micro_batches + self.stages - 1)
-
 
 @dataclasses.dataclass(frozen=True)
 class PipelineProblem:

@@ -38,13 +38,6 @@ NOISE = 8.0  # deviation of the strongest change of urgency, over the longest ta
 WORSE = 0.04  # by which a schedule may be longer than the one before, over the bound, at most
 
 
-class _Side(NamedTuple):
-    """Hold a problem's queues, of it as it is or turned round in time."""
-
-    queues: list[Queue]
-    tails: Times  # the way to the end of each task
-
-
 class _Found(NamedTuple):
     """Hold a schedule of one of the sides."""
 
@@ -57,7 +50,8 @@ class _Found(NamedTuple):
 class _Search(NamedTuple):
     """Hold what a search knows from the beginning."""
 
-    sides: tuple[_Side, _Side]
+    # the queues of the problem as it is and turned round in time, and of each the tasks' tails
+    sides: tuple[tuple[list[Queue], Times], ...]
     limit: float | None
     rules: list[Rule]
     longest: float  # task
@@ -66,7 +60,7 @@ class _Search(NamedTuple):
 
     def schedule(self, side: int, urgency: Times, rule: Rule) -> _Found:
         """Schedule one side of the problem."""
-        queues = self.sides[side].queues
+        queues, _ = self.sides[side]
         starts = list_schedule(queues, urgency, rule, self.limit)
         makespan = max(own[-1] + queue.seconds for queue, own in zip(queues, starts, strict=True))
         return _Found(makespan, side, rule, starts)
@@ -77,7 +71,7 @@ class _Search(NamedTuple):
 
     def starts(self, found: _Found) -> Times:
         """Return starts in the problem as it is, each as early as the order of tasks allows."""
-        queues = self.sides[0].queues
+        queues, _ = self.sides[0]
         order = found.starts
         if found.side:
             order = [[-time for time in own] for own in turn_times(queues, found.starts)]
@@ -109,17 +103,13 @@ def solve(
 
 def _begin_search(problem: PipelineProblem, within: float) -> _Search:
     """Return a search of a problem, which favours each pipe in turn where there is a limit."""
-    sides = []
-    for one in (problem, turn_problem(problem)):
-        queues = queues_of(one)
-        sides.append(_Side(queues, tails_of(queues)))
-    longest = max(queue.seconds for queue in sides[0].queues)
+    both = [queues_of(one) for one in (problem, turn_problem(problem))]
     favoured = range(1 if problem.limit is None else len(problem.pipes))
     return _Search(
-        sides=(sides[0], sides[1]),
+        sides=tuple((queues, tails_of(queues)) for queues in both),
         limit=problem.limit,
         rules=[Rule(patience, pipe) for pipe in favoured for patience in PATIENCE_TRIED],
-        longest=longest,
+        longest=max(queue.seconds for queue in both[0]),
         bound=bound(problem),
         within=within,
     )

@@ -55,13 +55,6 @@ def common_grid(
     return Grid(tuple(sizes[rank] for rank in ranks), of_source, _small_axes(target, place))
 
 
-def own_grid(sizes: tuple[int, ...]) -> Grid:
-    """Return the grid of one mesh alone."""
-    grid = common_grid(sizes, sizes, tuple(range(int(np.prod(sizes)))))
-    assert grid is not None, "A mesh has a grid in common with itself."
-    return grid
-
-
 def over_grid(split: Split, axes: Split) -> Split:
     """Return a split over a mesh as one over a grid; axes: the small ones of each of the mesh."""
     return tuple(tuple(small for one in own for small in axes[one]) for own in split)

@@ -28,10 +28,12 @@ def lanes_of(plan: Plan) -> Lanes:
     Stages of pipelines have a lane each, in each copy. What works on all devices of generation does
     so in the lanes of its slices.
     """
-    generation = plan.placements["generation"]
-    slices = tuple(range(generation.slices))
-    lanes = {(generation.devices, 1): slices, (generation.devices, generation.slices): slices}
-    names = [f"slice {number}" for number in slices]
+    lanes: dict[tuple[range, int], tuple[int, ...]] = {}
+    names: list[str] = []
+    if generation := plan.placements.get("generation"):
+        slices = tuple(range(generation.slices))
+        lanes = {(generation.devices, 1): slices, (generation.devices, generation.slices): slices}
+        names = [f"slice {number}" for number in slices]
     of_call = {}
     for call, placed in plan.placements.items():
         stages = placed.slices * placed.data if placed.pipelined else 1

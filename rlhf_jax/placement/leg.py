@@ -17,9 +17,9 @@ from rlhf_jax.placement.grid import (
     Split,
     agreed_part,
     axis_of_digits,
+    common_grid,
     digits_of,
     over_grid,
-    own_grid,
     spread,
 )
 from rlhf_jax.placement.recut import Recut
@@ -43,7 +43,8 @@ class Placing(NamedTuple):
     @property
     def on_grid(self) -> Placing:
         """Return the same placing on a mesh of axes of prime sizes."""
-        grid = own_grid(self.sizes)
+        grid = common_grid(self.sizes, self.sizes, tuple(range(len(self.devices))))
+        assert grid is not None, "A mesh has a grid in common with itself."
         return Placing(self.devices, grid.sizes, over_grid(self.split, grid.source))
 
     def first_along(self, axes: Collection[int]) -> Placing:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from rlhf_jax.mesh import Layout
@@ -116,9 +117,7 @@ def quick_bound(problem: PipelineProblem) -> float:
     before = [float("inf")] * problem.nodes
     after = [float("inf")] * problem.nodes
     for pipe in problem.pipes:
-        for node, stage in (
-            (node, stage) for copy in pipe.nodes for stage, node in enumerate(copy)
-        ):
+        for stage, node in itertools.chain.from_iterable(map(enumerate, pipe.nodes)):
             work[node] += pipe.micro_batches * (pipe.forward[stage] + pipe.backward[stage])
             before[node] = min(before[node], sum(pipe.forward[:stage]))
             after[node] = min(after[node], sum(pipe.backward[:stage]))
@@ -163,8 +162,8 @@ def check_pipelines(plan: Plan, source: str) -> None:
         )
 
 
-def fill_with_copies(policy: Placement, layers: Mapping[str, int]) -> Placement:
-    """Return where the critic beside a pipelined policy is trained: in as many copies as fit.
+def fill_with_copies(policy: Placement, layers: Mapping[str, int], role: str) -> Placement:
+    """Return where a critic beside a pipelined policy is trained: in as many copies as fit.
 
     A shallower critic has as few stages as divide its layers and have no more of them each than the
     policy's, and copies of its pipeline fill the nodes. Where there are none it lies as the policy.
@@ -172,7 +171,7 @@ def fill_with_copies(policy: Placement, layers: Mapping[str, int]) -> Placement:
     """
     stages = policy.slices
     for fewer in range(2, stages):
-        own, rest = divmod(layers["critic"], fewer)
+        own, rest = divmod(layers[role], fewer)
         if stages % fewer == 0 and rest == 0 and own * stages <= layers["policy"]:
             return dataclasses.replace(policy, slices=fewer, data=policy.data * stages // fewer)
     return policy
@@ -192,7 +191,7 @@ def check_layers(plan: Plan, source: str, layers: Mapping[str, int]) -> None:
         depth = layers[name]
         if depth % one.slices:
             fitting = [stages for stages in range(2, depth + 1) if depth % stages == 0]
-            if name == "critic":  # copies of it fill as many nodes as the policy has
+            if name != "policy":  # copies of it fill as many nodes as the policy has
                 fitting = [stages for stages in fitting if one.slices * one.data % stages == 0]
             below = [stages for stages in fitting if stages < one.slices][-1:]
             near = below + [stages for stages in fitting if stages > one.slices][:1]
@@ -201,25 +200,24 @@ def check_layers(plan: Plan, source: str, layers: Mapping[str, int]) -> None:
                 f"{source} cuts the {depth} layers of the {name} into {one.slices} stages, which do"
                 f" not divide them; {change if near else 'leave pipelined out'}."
             )
-    if layers.get("critic", 0) > layers["policy"] and "critic_training" in placed:
-        raise ValueError(
-            f"{source} pipelines a critic of {layers['critic']} layers beside a policy of"
-            f" {layers['policy']}, which has too few bubbles for it: give a critic.path with at"
-            " most as many layers, or leave pipelined out."
-        )
+        if depth > layers["policy"]:
+            raise ValueError(
+                f"{source} pipelines a {name} of {depth} layers beside a policy of"
+                f" {layers['policy']}, which has too few bubbles for it: give a critic.path with at"
+                " most as many layers, or leave pipelined out."
+            )
 
 
-def bubble_warning(call: str, micro_batches: int, stages: int) -> str:
-    """Say what share of its time a pipeline of few micro-batches idles; '' where they are enough.
+def bubble_warnings(pipelines: Iterable[tuple[str, int, int]]) -> list[str]:
+    """Return a sentence for each pipeline of few micro-batches: what share of its time it idles.
 
-    That is by itself: the other pipeline works in the meantime.
+    pipelines: (call, micro-batches, stages). That is by itself: the other pipeline works in the
+    meantime.
     """
-    if micro_batches >= stages:
-        return ""
-    idle = Pipe(((0,) * stages,), micro_batches, (1.0,) * stages, (3.0,) * stages, (0.0,) * stages)
-    few = f"{micro_batches} micro-batch{'es' * (micro_batches > 1)}"
-    return (
-        f"{call} has {few} in a minibatch for {stages} stages, so alone it"
-        f" idles for {idle.bubble:.0%} of its time: lower training.microbatch_rows or"
-        " training.minibatches."
-    )
+    return [
+        f"{call} has {count} micro-batch{'es' * (count > 1)} in a minibatch for {stages} stages, so"
+        f" alone it idles for {(stages - 1) / (count + stages - 1):.0%} of its time: lower"
+        " training.microbatch_rows or training.minibatches."
+        for call, count, stages in pipelines
+        if count < stages
+    ]

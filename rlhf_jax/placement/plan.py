@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -21,20 +21,14 @@ from rlhf_jax.mesh import AXES, AXIS_TYPES, Layout, abstract_mesh, make_mesh
 from rlhf_jax.placement.chips import is_box
 from rlhf_jax.runtime.foreign import parse_json, reading_foreign
 
-
-class CallLayouts(NamedTuple):
-    """Hold the layout of each call of an iteration. No call asks for another's devices."""
-
-    generation: Layout
-    policy_inference: Layout
-    reference_inference: Layout
-    critic_inference: Layout
-    reward_inference: Layout
-    policy_training: Layout
-    critic_training: Layout
+# By the names of the calls that a run has. No call asks for another's devices.
+CallLayouts = Mapping[str, Layout]
 
 
-CALLS = CallLayouts._fields
+def training_layout(layouts: CallLayouts) -> Layout:
+    """Return the layout of the call that trains: the policy's, if that is among several."""
+    trained = (layout for call, layout in layouts.items() if call.endswith("_training"))
+    return layouts.get("policy_training") or next(trained)
 
 
 # TPUs of whose slices only those of at most 4x4 chips may be divided: a program must span others.
@@ -88,7 +82,7 @@ class Plan:
     """Hold the placement of each call that a run has."""
 
     devices: int  # of the run
-    placements: Mapping[str, Placement]  # by names of `CALLS`
+    placements: Mapping[str, Placement]  # by the calls' names
     parameters: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of the models
 
     @property
@@ -98,29 +92,25 @@ class Plan:
         return len(whole) == 1
 
     def layouts(self, devices: Sequence[Any] | str) -> CallLayouts:
-        """Return the layout of each call; one that the run does not have has the policy's.
+        """Return the layout of each call.
 
         devices: all that the run has, or their platform: the meshes are abstract, for planning.
         """
-        training = self.placements.get("policy_training", self.placements["generation"])
-        whole = dataclasses.replace(training, pipelined=False)
         made = {
-            call: self.placements.get(call, whole).layout(
-                devices, role="generation" if call == "generation" else "training"
-            )
-            for call in CALLS
+            call: placed.layout(devices, role=call if call == "generation" else "training")
+            for call, placed in self.placements.items()
         }
-        own = made["critic_training"]
-        if isinstance(own.mesh, Mesh) and own.role == "pipelined":
-            # The critic's pipelines run the other way over the policy's nodes, whose bubbles they
+        pipelines = [call for call in made if call.endswith("_training")]
+        pipelines = [call for call in pipelines if self.placements[call].pipelined]
+        for call in () if isinstance(devices, str) else pipelines[1:]:
+            # A critic's pipelines run the other way over the policy's nodes, whose bubbles they
             # fill. Each of its copies, which have stages of their own, is on nodes in a row.
-            beside = made["policy_training"]
-            nodes = (beside if beside.role == "pipelined" else own).devices.swapaxes(0, 1)
-            slices, copies, *node = own.devices.shape
+            nodes = made[pipelines[0]].devices.swapaxes(0, 1)
+            slices, copies, *node = made[call].devices.shape
             laid = nodes.reshape(copies, slices, *node)[:, ::-1].swapaxes(0, 1)
             mesh = Mesh(laid, AXES, axis_types=AXIS_TYPES)
-            made["critic_training"] = dataclasses.replace(own, mesh=mesh)
-        return CallLayouts(**made)
+            made[call] = dataclasses.replace(made[call], mesh=mesh)
+        return made
 
     def groups(self) -> list[list[str]]:
         """Return the calls that share devices: a list for each group of devices with the same."""
@@ -149,17 +139,11 @@ class Plan:
             lines.append(f"{call:20}{where:>9}  {said}")
         return lines
 
-    def document(self) -> dict[str, Any]:
-        """Return the plan as JSON values."""
-        return {
-            "devices": self.devices,
-            "parameters": dict(self.parameters),
-            "calls": {call: dataclasses.asdict(one) for call, one in self.placements.items()},
-        }
-
     def text(self) -> str:
         """Return the plan as a file holds it."""
-        return json.dumps(self.document(), indent=1) + "\n"
+        calls = {call: dataclasses.asdict(one) for call, one in self.placements.items()}
+        found = {"devices": self.devices, "parameters": dict(self.parameters), "calls": calls}
+        return json.dumps(found, indent=1) + "\n"
 
 
 def read_plan(path: Path, default: Placement) -> Plan:
@@ -218,8 +202,9 @@ def check(plan: Plan, source: str, calls: Collection[str], num_devices: int) -> 
             raise ValueError(f"{source} {sentence}.")
 
     for call in plan.placements:
-        known = ", ".join(CALLS)
-        require(call in CALLS, f"places {call!r:.40}, which is no call; there are {known}")
+        is_call = call.rpartition("_")[2] in ("generation", "inference", "training")
+        known = ", ".join(calls)
+        require(is_call, f"places {call!r:.40}, which is no call; this run has {known}")
         require(call in calls, f"places {call}, which this run does not have; leave it out")
     for call in calls:
         require(call in plan.placements, f"does not place {call}, which this run has; add it")

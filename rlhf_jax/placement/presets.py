@@ -43,8 +43,9 @@ def plan_of(
     if not config.plan:
         stages = dataclasses.replace(base, pipelined=config.training.pipelined)
         alike = {call: stages if call.endswith("_training") else base for call in calls}
-        if stages.pipelined and layers and "critic_training" in calls:
-            alike["critic_training"] = fill_with_copies(stages, layers)
+        if stages.pipelined and layers:
+            for role in derived.trained_critics(config):
+                alike[f"{role}_training"] = fill_with_copies(stages, layers, role)
         return Plan(num_devices, alike)
     if config.training.pipelined:
         raise ValueError(
@@ -64,18 +65,15 @@ def plan_of(
 
 def layer_counts(models: ModelConfigs) -> dict[str, int]:
     """Return the layers of each model that a run trains, by the names that a plan uses."""
-    named = {"policy": models.policy, "critic": models.critic}
-    return {name: model.num_layers for name, model in named.items() if model}
+    return {name: model.num_layers for name, model in models.trunks.items()}
 
 
 def parameter_counts(models: ModelConfigs) -> dict[str, int]:
     """Count the weights of each model that a run trains or asks, by the names that a plan uses."""
-    named = {"policy": models.policy, "critic": models.critic}
-    named |= {f"reward model {number}": model for number, model in enumerate(models.rewards, 1)}
+    named = {f"reward model {number}": model for number, model in enumerate(models.rewards, 1)}
     return {
         name: sum(math.prod(shape) for _, shape in weight_keys(model))
-        for name, model in named.items()
-        if model
+        for name, model in (models.trunks | named).items()
     }
 
 
@@ -92,11 +90,11 @@ def interleaved(base: Placement, calls: Collection[str]) -> dict[str, Placement]
     Generation has all devices, and so has the policy's training where nothing is trained beside it.
     """
     first, second = _halves(base, "interleaved")
-    critic = "critic_training" in calls
-    beside = {"critic_inference", "reward_inference", "critic_training"}
-    beside |= set() if critic else {"reference_inference"}
+    critic = any(call.endswith("_training") and call != "policy_training" for call in calls)
+    ours = ("", "policy", "reference") if critic else ("", "policy")
+    beside = {call for call in calls if call.rpartition("_")[0] not in ours}
     placements = {call: second if call in beside else first for call in calls}
-    if not beside & set(calls):
+    if not beside:
         raise ValueError(
             "plan 'interleaved' has nothing to place beside the policy: this run has no critic,"
             " reference or reward model; choose 'colocated' or 'disaggregated'."
@@ -111,6 +109,11 @@ def disaggregated(base: Placement, calls: Collection[str]) -> dict[str, Placemen
 
     Generation keeps the config's slices and `mesh.tensor`; rows have the rest.
     """
+    if "generation" not in calls:
+        raise ValueError(
+            "plan 'disaggregated' sets generation apart, and this run generates nothing; choose"
+            " 'colocated'."
+        )
     first, second = _halves(base, "disaggregated")
     fixed = base.slices * base.tensor
     if first.count % fixed:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+from typing import cast as typed
 
 import jax
 import jax.numpy as jnp
@@ -30,25 +32,33 @@ def run_legs(
 ) -> list[Pieces]:
     """Run one leg of each leaf; those over the same grid are one program."""
     found: dict[int, Pieces] = {}
-    for grid, own in _by_grid(legs, tuple(jax.devices())).items():
-        given = []
-        for place in own:
-            sharding = NamedSharding(grid, legs[place].spec(stacked=index is not None))
-            given.append(tuple(relabel(piece, sharding) for piece in leaves[place]))
-        program = tuple(legs[place] for place in own)
-        moved = _run(given, index, legs=program, grid=grid, dtype=dtype)
-        found |= dict(zip(own, moved, strict=True))
+    for program in leg_programs(leaves, legs, jax.devices(), dtype, index):
+        found |= dict(zip(program.places, program.run(operator.call), strict=True))
     return [found[place] for place in range(len(legs))]
 
 
 class LegProgram(NamedTuple):
-    """Hold a program of some legs, traced for shapes."""
+    """Hold a program of some legs over one grid, and arrays or shapes that it is given."""
 
+    places: list[int]  # of its leaves, among all
     legs: tuple[Leg, ...]
-    traced: jax.stages.Traced
-    stacked: bool  # it takes one layer of all
-    arguments: int  # bytes of a device
-    platform: str  # of the devices
+    grid: Mesh
+    given: list[Pieces]
+    index: Any  # [] int32, of one layer of stacked ones; None: they are not stacked
+    dtype: jnp.dtype | None  # that leaves are cast to
+
+    def run(self, execute: Callable[..., Any]) -> Any:
+        """Run the legs, or do with their program what `execute` does."""
+        options = {"legs": self.legs, "grid": self.grid, "dtype": self.dtype}
+        return execute(_run, self.given, self.index, **options)
+
+    @property
+    def arguments(self) -> int:
+        """Return the bytes of a device that it is given."""
+        pieces = itertools.chain.from_iterable(self.given)
+        return sum(
+            math.prod(one.sharding.shard_shape(one.shape)) * one.dtype.itemsize for one in pieces
+        )
 
     def device_bytes(self, itemsize: int) -> int:
         """Return a device's bytes: arguments, the layer as it comes, in its dtype, and as it goes.
@@ -57,7 +67,7 @@ class LegProgram(NamedTuple):
         gathered, a leaf at a time.
         """
         going = [leg.entries(outgoing=True) for leg in self.legs]
-        if self.platform == "gpu":
+        if self.grid.devices.flat[0].platform == "gpu":
             exchanged = [size for leg, size in zip(self.legs, going, strict=True) if _sent(leg)]
             coming = max(exchanged, default=0)
         else:
@@ -69,42 +79,36 @@ class LegProgram(NamedTuple):
         return itemsize * sum(map(_sent, self.legs)) / len(self.legs[0].devices)
 
 
-def trace_legs(
-    leaves: Sequence[tuple[jax.ShapeDtypeStruct, ...]],
+def leg_programs(
+    leaves: Sequence[Pieces],
     legs: Sequence[Leg],
     devices: Sequence[Any],
     dtype: jnp.dtype | None = None,
-    stacked: bool = False,
+    index: Any = None,
 ) -> Iterator[LegProgram]:
-    """Yield the programs of `run_legs` for shapes, on devices that need not be here."""
-    for grid, own in _by_grid(legs, tuple(devices)).items():
+    """Yield the programs of legs, one for each grid; of shapes the devices need not be here.
+
+    index: [] int32, or its shape, of stacked layers.
+    """
+    by_grid: dict[Mesh, list[int]] = {}
+    for place, leg in enumerate(legs):
+        grid = _grid_mesh(leg.recuts[0].sizes, leg.devices, tuple(devices))
+        by_grid.setdefault(grid, []).append(place)
+    for grid, own in by_grid.items():
         given = []
         for place in own:
-            sharding = NamedSharding(grid, legs[place].spec(stacked=stacked))
-            given.append(tuple(piece.update(sharding=sharding) for piece in leaves[place]))
-        everywhere = NamedSharding(grid, PartitionSpec())
-        number = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+            sharding = NamedSharding(grid, legs[place].spec(stacked=index is not None))
+            given.append(tuple(relabel(piece, sharding) for piece in leaves[place]))
+        number = index
+        if isinstance(index, jax.ShapeDtypeStruct):
+            number = index.update(sharding=NamedSharding(grid, PartitionSpec()))
         program = tuple(legs[place] for place in own)
-        index = number if stacked else None
-        traced = _run.trace(given, index, legs=program, grid=grid, dtype=dtype)
-        pieces = itertools.chain.from_iterable(given)
-        size = sum(
-            math.prod(one.sharding.shard_shape(one.shape)) * one.dtype.itemsize for one in pieces
-        )
-        yield LegProgram(program, traced, stacked, size, devices[0].platform)
+        yield LegProgram(own, program, grid, given, number, dtype)
 
 
 def _sent(leg: Leg) -> float:
     """Return the entries that all devices of a leg receive from others."""
     return sum(received(recut, math.prod(leg.shape)) for recut in leg.recuts)
-
-
-def _by_grid(legs: Sequence[Leg], devices: tuple[Any, ...]) -> dict[Mesh, list[int]]:
-    """Return the numbers of the legs over each grid."""
-    found: dict[Mesh, list[int]] = {}
-    for number, leg in enumerate(legs):
-        found.setdefault(_grid_mesh(leg.recuts[0].sizes, leg.devices, devices), []).append(number)
-    return found
 
 
 @functools.partial(jax.jit, static_argnames=("legs", "grid", "dtype"))
@@ -209,8 +213,10 @@ def relabel(
 ) -> jax.Array:
     """Return an array that says otherwise where its parts lie, on all of its devices or some.
 
-    The parts stay, and share their buffers. copies: parts on more devices.
+    The parts stay, and share their buffers. copies: parts on more devices. Of shapes it is one.
     """
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return typed(jax.Array, leaf.update(sharding=sharding))
     if leaf.sharding == sharding:
         return leaf
     devices = sharding.device_set

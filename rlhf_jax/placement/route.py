@@ -18,8 +18,6 @@ from rlhf_jax.placement.grid import Split, common_grid, over_grid, spread
 from rlhf_jax.placement.leg import Leg, Placing, recuts_between
 from rlhf_jax.placement.recut import received
 
-__all__ = ["BytesMoved", "Route", "find_route", "lacking", "traffic"]
-
 
 class Route(NamedTuple):
     """Say how a leaf comes to its devices: recut, sent in pieces to others, and recut there."""

@@ -20,21 +20,11 @@ from jax.typing import DTypeLike
 
 from rlhf_jax.mesh import Layout, model_shardings, on_slice, pin_weights
 from rlhf_jax.placement.leg import Leg, Placing
-from rlhf_jax.placement.program import LegProgram, copy_over, run_legs, send_across, trace_legs
+from rlhf_jax.placement.program import LegProgram, copy_over, leg_programs, run_legs, send_across
 from rlhf_jax.placement.route import BytesMoved, Route, find_route, traffic
 from rlhf_jax.types import Layer, Model
 
 T = TypeVar("T")
-
-__all__ = [
-    "bytes_moved",
-    "is_in_place",
-    "move",
-    "trace_layer",
-    "transfer",
-    "transfer_ends",
-    "transfer_layers",
-]
 
 
 def transfer(model: Model, layout: Layout, dtype: DTypeLike | None = None) -> Model:
@@ -43,7 +33,7 @@ def transfer(model: Model, layout: Layout, dtype: DTypeLike | None = None) -> Mo
     What is there already stays as it is. Of shapes it is shapes.
     """
     if isinstance(model.norm, jax.ShapeDtypeStruct):
-        return _as_shapes(model, layout, dtype)
+        return move(model, _places(model, layout), dtype)
     if is_in_place(model, layout, dtype):
         return model
     found = transfer_ends(model, layout, dtype)
@@ -79,8 +69,7 @@ def transfer_ends(model: Model, layout: Layout, dtype: DTypeLike | None = None) 
     moved = {}
     for name in ("embed", "norm", "head"):
         leaf = getattr(model, name)
-        place = None if places is None else getattr(places, name)
-        moved[name] = None if leaf is None else move(leaf, place, dtype)
+        moved[name] = None if leaf is None else move(leaf, getattr(places, name, None), dtype)
     return dataclasses.replace(ends, **moved)
 
 
@@ -118,14 +107,15 @@ def move(tree: T, places: Any, dtype: DTypeLike | None = None, index: int | None
     """
     dtype = None if dtype is None else jnp.dtype(dtype)
     number = None if index is None else np.int32(index)
+    if isinstance(jax.tree.leaves(tree)[0], jax.ShapeDtypeStruct):
+        cast = jax.tree.map(lambda leaf: leaf.update(dtype=dtype or leaf.dtype), tree)
+        if places is None:
+            return cast
+        return jax.tree.map(lambda leaf, place: leaf.update(sharding=place), cast, places)
     if places is None:
         return _take(tree, number, dtype=dtype)
     if index is None and _lies(tree, places, dtype):
         return tree
-    if isinstance(jax.tree.leaves(tree)[0], jax.ShapeDtypeStruct):
-        return jax.tree.map(
-            lambda leaf, place: leaf.update(sharding=place, dtype=dtype or leaf.dtype), tree, places
-        )
     ends = jax.tree.leaves(places)
     routes = _routes(tree if index is None else _one_layer(tree), ends)
     leaves, treedef = jax.tree.flatten(tree)
@@ -135,10 +125,8 @@ def move(tree: T, places: Any, dtype: DTypeLike | None = None, index: int | None
     return jax.tree.unflatten(treedef, copy_over(moved, routes, ends))
 
 
-def trace_layer(
-    layers: Layer, layout: Layout, devices: Sequence[Any], dtype: DTypeLike
-) -> Iterator[LegProgram]:
-    """Yield the programs that bring a layer of stacked shapes to a layout.
+def layer_programs(layers: Layer, layout: Layout, devices: Sequence[Any]) -> Iterator[LegProgram]:
+    """Yield the programs that bring a layer of stacked shapes to a layout, in its dtype.
 
     devices: all that take part; they need not be here. What lies on other devices is recut on
     those it comes from, and once more where it arrives. Where slices have some layers each, the
@@ -147,20 +135,17 @@ def trace_layer(
     layers = _by_slices(layers)[0]
     one = _one_layer(layers)
     places = jax.tree.leaves(model_shardings(one, layout))
-    yield from _trace_move(one, places, devices, jnp.dtype(dtype), given=layers)
+    yield from _move_programs(one, places, devices, layout.dtype, given=layers)
 
 
-def trace_ends(
-    ends: Model, layout: Layout, devices: Sequence[Any], dtype: DTypeLike
-) -> Iterator[LegProgram]:
+def ends_programs(ends: Model, layout: Layout, devices: Sequence[Any]) -> Iterator[LegProgram]:
     """Yield the programs that bring shapes of a model without layers to a layout, leaf by leaf."""
-    for leaf, place in zip(
-        jax.tree.leaves(ends), jax.tree.leaves(model_shardings(ends, layout)), strict=True
-    ):
-        yield from _trace_move(leaf, [place], devices, jnp.dtype(dtype))
+    places = jax.tree.leaves(model_shardings(ends, layout))
+    for leaf, place in zip(jax.tree.leaves(ends), places, strict=True):
+        yield from _move_programs(leaf, [place], devices, layout.dtype)
 
 
-def _trace_move(
+def _move_programs(
     tree: Any,
     places: Sequence[Sharding],
     devices: Sequence[Any],
@@ -169,9 +154,10 @@ def _trace_move(
 ) -> Iterator[LegProgram]:
     """Yield the programs that `move` runs on shapes; given: of stacked layers, all of them."""
     routes = _routes(tree, places)
-    stacked = given is not None
-    leaves = [(leaf,) for leaf in jax.tree.leaves(given if stacked else tree)]
-    yield from trace_legs(leaves, [one.first for one in routes], devices, cast, stacked=stacked)
+    index = None if given is None else jax.ShapeDtypeStruct((), jnp.int32)
+    leaves = [(leaf,) for leaf in jax.tree.leaves(tree if given is None else given)]
+    firsts = [one.first for one in routes]
+    yield from leg_programs(leaves, firsts, devices, cast, index)
     arriving = [route for route in routes if route.second is not None]
     pieces = []
     legs = []
@@ -180,7 +166,7 @@ def _trace_move(
         piece = jax.ShapeDtypeStruct((len(leg.devices), *leg.part_shape()), cast)
         pieces.append((piece,) * len(route.crossing[0]))
         legs.append(leg)
-    yield from trace_legs(pieces, legs, devices)
+    yield from leg_programs(pieces, legs, devices)
 
 
 def _routes(tree: Any, places: Sequence[Sharding]) -> list[Route]:
@@ -239,16 +225,6 @@ def _one_layer(layers: T) -> T:
         return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=place)
 
     return jax.tree.map(one, layers)
-
-
-def _as_shapes(model: Model, layout: Layout, dtype: DTypeLike | None) -> Model:
-    """Return the shapes of a model that a layout has, in `dtype` if that is not None."""
-    if dtype is not None:
-        model = jax.tree.map(lambda leaf: leaf.update(dtype=dtype), model)
-    if layout.mesh is None:
-        return model
-    places = model_shardings(model, layout)
-    return jax.tree.map(lambda leaf, place: leaf.update(sharding=place), model, places)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype",))

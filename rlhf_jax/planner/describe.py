@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from rlhf_jax import mesh as meshes
-from rlhf_jax.config import memory_parts
+from rlhf_jax.config import derived, memory_parts
+from rlhf_jax.config.hardware import Hardware
 from rlhf_jax.config.schema import Config
-from rlhf_jax.config.sizes import bubble_warnings
+from rlhf_jax.config.sizes import PlannedRun, abstract_weights, bubble_warnings
 from rlhf_jax.config.validation import check_batches, check_rows
 from rlhf_jax.monitoring import console
-from rlhf_jax.placement.search.predictions import predict_calls
+from rlhf_jax.placement.plan import training_layout
+from rlhf_jax.placement.search.costs import CallCost, PlacedRun, predict_call
+from rlhf_jax.placement.search.pipelines import joint_training
 from rlhf_jax.planner.planned import Planned
 from rlhf_jax.setup.describe import placement_rows, work_rows
-from rlhf_jax.setup.models import weight_shapes
 
 
 def print_plan(config: Config, planned: Planned) -> None:
     """Print what a run would use on devices that need not be here."""
-    layout = planned.layouts.policy_training
+    layout = training_layout(planned.layouts)
     policy = planned.models.policy
     model = f"{policy.num_layers} layers of {policy.width}, {layout.dtype.name}"
-    weights = weight_shapes(policy, layout.dtype)
+    weights = abstract_weights(policy, layout.dtype)
     rows = [
         ("model", f"{config.model.path} ({model})"),
         *placement_rows(str(planned.hardware), planned.plan),
@@ -60,6 +62,25 @@ def _predicted_rows(config: Config, planned: Planned) -> list[tuple[str, str]]:
         step if planned.plan.is_uniform else beside,
         "PFLOP of all devices; GB that each receives; not measured",
         f"prompts of {config.data.max_prompt_tokens} tokens, every response of"
-        f" {config.generation.max_new_tokens}, no drafts",
+        f" {derived.response_tokens(config)}, no drafts",
     ]
     return [("predicted", "\n".join(lines))]
+
+
+def predict_calls(run: PlannedRun, hardware: Hardware) -> list[CallCost]:
+    """Predict each call of an iteration in which all prompts and responses have full length.
+
+    No prompt is taken to be shared by its samples. Drafts and the training of a student are left
+    out. The hardware's chip must be known. Calls that train as pipelines have shares of the seconds
+    of both.
+    """
+    found = []
+    pipelined = []
+    for call in derived.calls(run.config):
+        own = run.at(call) or run
+        placed = PlacedRun(own, hardware.part(own.layout.extent(meshes.AXES)))
+        if own.is_pipelined:
+            pipelined.append((call, placed))
+        else:
+            found.append(predict_call(placed, call))
+    return found + (joint_training(pipelined).costs if pipelined else [])

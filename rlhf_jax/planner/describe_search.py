@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from rlhf_jax.config import memory_parts
 from rlhf_jax.monitoring import console
-from rlhf_jax.placement.search.schedule import STAGES
 from rlhf_jax.planner.pipelined_plans import TrainingComparison
 from rlhf_jax.planner.priced import PricedPlan
 from rlhf_jax.planner.searched import Searched, Variation
 
-STAGE_NAMES = ("generation", "inference", "training")
 OF_PIPELINES = (
     "of pipelines: those of both models cut alike, on all chips or, beside generation, the last"
 )
@@ -142,11 +140,11 @@ def why_not(plan: PricedPlan, found: PricedPlan) -> str:
     if plan.lag < found.lag:
         said += ", as all else waits for generation"
     extra = [one - other for one, other in zip(plan.stages, found.stages, strict=True)]
-    stage = STAGE_NAMES[extra.index(max(extra))]
+    stage = memory_parts.STAGE_NAMES[extra.index(max(extra))]
     if max(extra) <= 0:
         return said
-    calls = [call for named in STAGES for call in named if call.endswith(stage)]
-    longer = {call: plan.calls[call] - found.calls[call] for call in calls if call in plan.calls}
+    calls = [call for call in plan.calls if call.endswith(stage)]
+    longer = {call: plan.calls[call] - found.calls[call] for call in calls}
     call = max(longer, key=lambda name: longer[name])
     if longer[call] <= 0:
         return f"{said}; calls of {stage} share devices, and wait for each other"

@@ -1,34 +1,35 @@
-"""Trace the programs of generation from shapes, with what formulas say of each."""
+"""Describe the programs of generation, with what formulas say of each."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.stages import Traced
+import numpy as np
 
 from pallas_kernels.shapes import BLOCK
-from rlhf_jax.config import derived, memory, memory_parts
+from rlhf_jax.config import derived, memory
 from rlhf_jax.config.sizes import PlannedRun, row_share
 from rlhf_jax.generation import rows as generation_rows
 from rlhf_jax.generation.scheduler import PREFILLED, prompt_width, shared
 from rlhf_jax.generation.speculative import tree as trees
-from rlhf_jax.generation.speculative.drafters.model import CATCH_UP_TOKENS, catch_up, propose
-from rlhf_jax.generation.speculative.protocol import DRAFTERS
+from rlhf_jax.generation.speculative.drafters.model import CATCH_UP_TOKENS, MODEL
+from rlhf_jax.generation.speculative.protocol import DRAFTERS, DraftContext
 from rlhf_jax.generation.speculative.round import run_round
-from rlhf_jax.generation.speculative.sampling import Sampling
+from rlhf_jax.generation.speculative.sampling import Truncation
 from rlhf_jax.generation.strategy import prior
-from rlhf_jax.mesh import FLOAT32, Layout
+from rlhf_jax.mesh import FLOAT32
 from rlhf_jax.placement.search.collectives import received_bytes
 from rlhf_jax.placement.search.costs import forward_flops
-from rlhf_jax.placement.transfer import trace_layer
+from rlhf_jax.placement.transfer import layer_programs
 from rlhf_jax.planner import shapes
 from rlhf_jax.planner.placed_calls import CallProgram, Foreseen, PlacedCalls
-from rlhf_jax.types import DecodeState, Model, ModelConfig, Strategy
+from rlhf_jax.runtime.compilation import Execute
+from rlhf_jax.types import DecodeState, ModelConfig, Strategy
 
 # Layers of which a program is compiled. What is at work changes from the first to the second, as a
 # layer's weights come while the one before is at work, and hardly from then on.
@@ -49,18 +50,18 @@ def arrivals(calls: PlacedCalls) -> Iterator[CallProgram]:
     """Yield what brings a layer of the policy to generation."""
     model = calls.models.policy
     source = calls.run("policy_training").layout
-    layout = calls.layouts.generation
+    layout = calls.layouts["generation"]
     layers: Any = shapes.model_shapes(model, source, FLOAT32).layers
     coming = calls.run("generation").weights(model, role="generation")
     apart = source.devices.flat[0] not in set(layout.devices.flat)
     itemsize = layout.dtype.itemsize
-    for program in trace_layer(layers, layout, calls.devices, layout.dtype):
-        leaves = program.stacked
+    for program in layer_programs(layers, layout, calls.devices):
+        leaves = program.index is not None
         always = calls.always("policy_training" if leaves else "generation")
         yield CallProgram(
             "generation",
             "a layer comes" if leaves else "a layer is recut",
-            lambda _, traced=program.traced: traced,
+            lambda execute, _, program=program: program.run(execute),
             Foreseen(program.device_bytes(itemsize), received=program.received_bytes(itemsize)),
             beside=always + coming * (not (leaves and apart)) - leaves * program.arguments,
             depth=model.num_layers,
@@ -77,8 +78,7 @@ def prefill(calls: PlacedCalls) -> CallProgram:
     width = prompt_width(
         calls.config.data.max_prompt_tokens, memory.decode_state(run).tokens.shape[1]
     )
-    empty = functools.partial(generation_rows.empty, *calls.models[:2])
-    prompts = run.rows(jax.eval_shape(lambda: empty(rows, width, 0, 0, Layout(dtype=layout.dtype))))
+    prompts = run.rows(memory.empty_rows(run, rows, width, 0, 0))
     work = max(run.forward(model, own, width) for model in models)
     held = unread = 0
     sent = 0.0
@@ -89,22 +89,17 @@ def prefill(calls: PlacedCalls) -> CallProgram:
         read = headless(run, model) - run.gathered(model) + last * layout.dtype.itemsize
         held += read
         unread += whole - read
-        hidden = own * width * model.width * layout.dtype.itemsize
-        sums = 2 * model.num_layers - 1
-        sent += sums * received_bytes("all-reduce", hidden, layout.extent("tensor"))
-    parts = calls.parts("generation")
-    beside = sum(part.bytes for part in parts if part.name in BESIDE_PREFILL)
-    there = memory_parts.total([part for part in parts if part.name != "drafter"], "always")
+        sent += (2 * model.num_layers - 1) * summed_bytes(run, model, own * width)
     return CallProgram(
         "generation",
         "prefill",
-        functools.partial(trace_prefill, calls, rows, width),
+        functools.partial(run_prefill, calls, rows, width),
         Foreseen(
             held + prompts + work,
             sum(forward_flops(model, rows, width, predicted=0) for model in models),
             sent,
         ),
-        beside=there + beside + unread,
+        beside=calls.always("generation", BESIDE_PREFILL, but="drafter") + unread,
         depth=calls.models.policy.num_layers,
         compiled_layers=PREFILL_LAYERS,
     )
@@ -115,20 +110,32 @@ def headless(run: PlannedRun, model: ModelConfig) -> int:
     return run.weights(dataclasses.replace(model, tied=True), role="generation")
 
 
-def trace_prefill(calls: PlacedCalls, rows: int, width: int, depth: int) -> Traced:
-    """Trace the prefill of prompts [rows, width], with the policy's first layers."""
+def summed_bytes(run: PlannedRun, model: ModelConfig, tokens: int) -> float:
+    """Return the bytes that a device receives to sum hidden states of its tokens over `tensor`."""
+    hidden = tokens * model.width * run.layout.dtype.itemsize
+    return received_bytes("all-reduce", hidden, run.layout.extent("tensor"))
+
+
+def run_prefill(calls: PlacedCalls, rows: int, width: int, execute: Execute, depth: int) -> object:
+    """Run the prefill of prompts [rows, width], with the policy's first layers."""
     layout = calls.run("generation").layout
-    policy = dataclasses.replace(calls.models.policy, num_layers=depth)
+    policy = calls.shallower("policy", depth).models.policy
     drafter = calls.models.drafter
-    prompts = shapes.row_shapes(
-        lambda: (jnp.zeros((rows, width), jnp.int32), jnp.zeros(rows, jnp.int32)), layout
-    )
-    return generation_rows.prefill.trace(
+    tokens, length = shapes.prompt_shapes(rows, width, layout)
+    return execute(
+        generation_rows.prefill,
         shapes.model_shapes(policy, layout),
         drafter and shapes.model_shapes(drafter, layout),
-        *prompts,
+        tokens,
+        length,
         layout=layout,
     )
+
+
+def _decoded(calls: PlacedCalls) -> DecodeState:
+    """Return the shapes of what a slice decodes."""
+    run = calls.run("generation")
+    return shapes.row_shapes(lambda: memory.decode_state(run), run.layout)
 
 
 def drafts(calls: PlacedCalls) -> Iterator[CallProgram]:
@@ -146,72 +153,66 @@ def drafts(calls: PlacedCalls) -> Iterator[CallProgram]:
     fed = len(set(strategy.parents))  # nodes with children
     rows = calls.config.generation.max_rows
     state = memory.decode_state(run)
-    cache = run.rows(state.draft)
-    held = run.weights(drafter, role="generation") + cache
     # Where no kernel attends, a TPU's products want keys and values in another order.
-    if run.layout.kernels.tree_attention == "reference" and run.layout.platform == "tpu":
-        held += cache
+    plain = run.layout.kernels.tree_attention == "reference" and run.layout.platform == "tpu"
+    held = run.weights(drafter, role="generation") + (1 + plain) * run.rows(state.draft)
     own = row_share(rows, run.layout)
     logits = 4 * own * fed * run.outputs(drafter)
-    hidden = own * drafter.width * run.layout.dtype.itemsize
-    sums = 2 * drafter.num_layers + 1
-    sent = sums * received_bytes("all-reduce", hidden, run.layout.extent("tensor"))
+    sent = (2 * drafter.num_layers + 1) * summed_bytes(run, drafter, own)
     work = prior.work(drafter, itemsize=1)
     head = 2 * drafter.width * drafter.vocab_size
     of_token = work.token_flops + work.context_flops * state.tokens.shape[1]
-    parts = calls.parts("generation")
-    there = memory_parts.total([part for part in parts if part.name != "drafter"], "always")
     program = functools.partial(
         CallProgram, "generation", depth=drafter.num_layers, compiled_layers=COMPILED_LAYERS
     )
     yield program(
         "catching up",
-        functools.partial(trace_catching_up, calls),
+        functools.partial(run_drafter, calls, strategy, MODEL.catch_up),
         foreseen=Foreseen(
             headless(run, drafter) + run.rows(state),
             rows * CATCH_UP_TOKENS * (of_token - head),
             CATCH_UP_TOKENS * sent,
         ),
-        beside=there + sum(part.bytes for part in parts if part.name in BESIDE_CATCHING_UP),
+        beside=calls.always("generation", BESIDE_CATCHING_UP, but="drafter"),
     )
     # a token before the root is fed, too
     yield program(
         f"drafts of {len(strategy.parents) + 1} nodes",
-        functools.partial(trace_drafts, calls, strategy),
+        functools.partial(run_drafter, calls, strategy, MODEL.propose),
         foreseen=Foreseen(
             held + 2 * logits,
             rows * ((fed + 1) * of_token - head),
             (fed + 1) * sent + fed * drawing_bytes(run, rows),
         ),
-        beside=there + sum(part.bytes for part in parts if part.name in BESIDE_DRAFTS),
+        beside=calls.always("generation", BESIDE_DRAFTS, but="drafter"),
     )
 
 
-def trace_drafts(calls: PlacedCalls, strategy: Strategy, depth: int) -> Traced:
-    """Trace the drafts of a model's first layers for all rows of a slice."""
-    generation = calls.config.generation
-    return propose.trace(
-        *_drafter_and_rows(calls, depth),
-        strategy=strategy,
-        sampling=Sampling(generation.temperature, generation.top_k, generation.top_p),
+def run_drafter(
+    calls: PlacedCalls,
+    strategy: Strategy,
+    verb: Callable[..., object],
+    execute: Execute,
+    depth: int,
+) -> object:
+    """Run what a draft model's first layers do for all rows of a slice, by the drafter's verb."""
+    own = calls.shallower("drafter", depth)
+    layout = calls.run("generation").layout
+    context = DraftContext(
+        strategy,
+        np.zeros((calls.config.generation.max_rows, 0), np.int32),
+        own.models.drafter and shapes.model_shapes(own.models.drafter, layout),
+        truncation(calls),
         with_logits=derived.keeps_draft_logits(calls.config),
-        layout=calls.run("generation").layout,
+        layout=layout,
     )
+    return verb(execute, _decoded(own), context)
 
 
-def trace_catching_up(calls: PlacedCalls, depth: int) -> Traced:
-    """Trace what feeds a draft model's first layers what its cache lacks, of all rows."""
-    return catch_up.trace(*_drafter_and_rows(calls, depth), calls.run("generation").layout)
-
-
-def _drafter_and_rows(calls: PlacedCalls, depth: int) -> tuple[Model, DecodeState]:
-    """Return the shapes of a draft model's first layers, and of what a slice decodes with them."""
-    assert calls.models.drafter is not None, "A model drafts."
-    drafter = dataclasses.replace(calls.models.drafter, num_layers=depth)
-    run = calls.run("generation")
-    shallow = dataclasses.replace(run, models=run.models._replace(drafter=drafter))
-    state = shapes.row_shapes(lambda: memory.decode_state(shallow), run.layout)
-    return shapes.model_shapes(drafter, run.layout), state
+def truncation(calls: PlacedCalls) -> Truncation:
+    """Return which tokens may be drawn."""
+    generation = calls.config.generation
+    return Truncation(generation.top_k, generation.top_p)
 
 
 def rounds(calls: PlacedCalls) -> Iterator[CallProgram]:
@@ -220,8 +221,7 @@ def rounds(calls: PlacedCalls) -> Iterator[CallProgram]:
     candidates = derived.strategies(calls.config)
     state = run.rows(memory.decode_state(run))
     weights = run.weights(calls.models.policy, role="generation")
-    parts = calls.parts("generation")
-    beside = sum(part.bytes for part in parts if part.name in BESIDE_ROUNDS)
+    beside = calls.always("generation", BESIDE_ROUNDS)
     counts = candidates.nodes.tolist()
     for nodes in dict.fromkeys((min(counts), memory.most_nodes(calls.config, run.layout))):
         work = memory.round_bytes(run, memory.decode_state(run), nodes)
@@ -229,9 +229,9 @@ def rounds(calls: PlacedCalls) -> Iterator[CallProgram]:
         yield CallProgram(
             "generation",
             f"round of {nodes} node{'s' * (nodes > 1)}",
-            functools.partial(trace_round, calls, candidates.strategies[counts.index(nodes)]),
+            functools.partial(run_nodes, calls, candidates.strategies[counts.index(nodes)]),
             Foreseen(weights + state + work, flops, sent),
-            beside=memory_parts.total(parts, "always") + beside,
+            beside=beside,
             depth=calls.models.policy.num_layers,
             compiled_layers=COMPILED_LAYERS,
         )
@@ -245,11 +245,8 @@ def round_work(calls: PlacedCalls, nodes: int) -> tuple[float, float]:
     rows = calls.config.generation.max_rows
     context = memory.decode_state(run).tokens.shape[1] + nodes
     flops = rows * nodes * (work.token_flops + work.context_flops * context)
-    tensor = run.layout.extent("tensor")
-    own = -(-rows // run.layout.row_shards) * nodes
-    hidden = own * policy.width * run.layout.dtype.itemsize
-    sums = 2 * policy.num_layers + 1
-    sent = sums * received_bytes("all-reduce", hidden, tensor)
+    own = row_share(rows, run.layout) * nodes
+    sent = (2 * policy.num_layers + 1) * summed_bytes(run, policy, own)
     return flops, sent + drawing_bytes(run, rows * nodes)
 
 
@@ -262,29 +259,27 @@ def drawing_bytes(run: PlannedRun, nodes: int) -> float:
     return received_bytes("all-reduce", blocks, run.layout.extent("tensor"))
 
 
-def trace_round(calls: PlacedCalls, strategy: Strategy, depth: int) -> Traced:
-    """Trace a round of all rows of a slice, with the policy's first layers."""
+def run_nodes(calls: PlacedCalls, strategy: Strategy, execute: Execute, depth: int) -> object:
+    """Run a round of all rows of a slice, with the policy's first layers."""
     generation = calls.config.generation
-    model = dataclasses.replace(calls.models.policy, num_layers=depth)
-    run = calls.run("generation")
-    layout = run.layout
-    shallow = dataclasses.replace(run, models=calls.models._replace(policy=model))
-    state = shapes.row_shapes(lambda: memory.decode_state(shallow), layout)
+    own = calls.shallower("policy", depth)
+    layout = calls.run("generation").layout
     rows = generation.max_rows
     nodes = trees.as_data(strategy, rows)
     count = trees.bucket(strategy)
     drafts = shapes.row_shapes(lambda: jnp.zeros((rows, count - 1), jnp.int32), layout)
     logits = None
     if derived.keeps_draft_logits(calls.config):
-        each = (rows, count, model.vocab_size)
+        each = (rows, count, calls.models.policy.vocab_size)
         logits = shapes.row_shapes(lambda: jnp.zeros(each, jnp.float32), layout)
-    return run_round.trace(
-        shapes.model_shapes(model, layout),
-        state,
+    return execute(
+        run_round,
+        shapes.model_shapes(own.models.policy, layout),
+        _decoded(own),
         drafts,
         logits,
         shapes.repeated(jax.eval_shape(lambda: nodes), layout),
-        sampling=Sampling(generation.temperature, generation.top_k, generation.top_p),
+        truncation=truncation(calls),
         stop_tokens=(0,),  # how many there are is nothing to its memory
         rule=generation.acceptance,
         verified=strategy.packed,

@@ -34,7 +34,7 @@ def timeline_svg(priced: PricedPlan, devices: str) -> str:
     every = sorted(edges | {0, priced.plan.devices})
     groups = [range(start, end) for start, end in itertools.pairwise(every)]
     lanes = [lane_of(group, priced.events, right) for group in groups]
-    drawn = lanes_chart("Predicted calls by device", lanes, right, heading="idle")
+    drawn = lanes_chart("Predicted calls by device", lanes, right)
     ahead = ", samples drawn one step ahead" if priced.lag else ""
     there = {name_of(event) for event in priced.events}
     return complete_svg(

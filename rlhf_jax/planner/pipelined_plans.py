@@ -5,18 +5,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from rlhf_jax.config import derived
 from rlhf_jax.config.hardware import Hardware
-from rlhf_jax.config.validation import check_pipelined_objective
+from rlhf_jax.config.validation import check_pipelined_training
 from rlhf_jax.placement.pipelined import crossover_tokens
 from rlhf_jax.placement.plan import Placement
 from rlhf_jax.placement.search.branch_and_bound import SearchResult, search
 from rlhf_jax.placement.search.options import SearchSpace
 from rlhf_jax.placement.search.parts import part_sizes, part_starts, powers_of_two
-from rlhf_jax.placement.search.pipelines import JointTraining, placements_of, shapes
+from rlhf_jax.placement.search.pipelines import JointTraining, placements_of, policy_pipelines
 from rlhf_jax.placement.search.schedule import Option, Problem
 from rlhf_jax.planner.priced import FoundPlan, PlanPrices
 
@@ -31,11 +30,6 @@ class PipelinedTraining(NamedTuple):
     placements: dict[str, Placement]  # of the calls that train, by name
     joint: JointTraining
     memory: float  # bytes of a device while it trains
-
-    @property
-    def count(self) -> int:
-        """Return the number of devices."""
-        return self.placements["policy_training"].count
 
 
 class TrainingComparison(NamedTuple):
@@ -66,14 +60,13 @@ def why_not_pipelined(hardware: Hardware) -> str:
     )
 
 
-def best_pipelined(prices: PlanPrices, limit: float = PIPELINED_SECONDS) -> FoundPlan:
+def best_pipelined(prices: PlanPrices) -> FoundPlan:
     """Return the best plan that trains as pipelines, with all other calls placed by a search.
 
-    limit: CPU seconds, for each way to train. Pipelines have all devices or, beside generation, the
-    end of them. The gap is that of the schedule and of where other calls are. Raises ValueError
-    where there is none.
+    Pipelines have all devices or, beside generation, the end of them. The gap is that of the
+    schedule and of where other calls are. Raises ValueError where there is none.
     """
-    check_pipelined_objective(prices.config)
+    check_pipelined_training(prices.config)
     best = math.inf
     found = []
     bounds = []
@@ -83,7 +76,7 @@ def best_pipelined(prices: PlanPrices, limit: float = PIPELINED_SECONDS) -> Foun
             joint = space.joint_options(one.placements)
             options = {call: [option] for call, option in joint.items()}
             own = dataclasses.replace(problem, options={**problem.options, **options})
-            result = search(own, best, limit / len(prices.problems))
+            result = search(own, best, PIPELINED_SECONDS / len(prices.problems))
             # what is not found is no shorter than the best, but a better schedule might be
             bounds.append((result.bound if result else best) - one.joint.fused + one.joint.least)
             if result is not None and result.placed:
@@ -102,24 +95,25 @@ def best_pipelined(prices: PlanPrices, limit: float = PIPELINED_SECONDS) -> Foun
 def pipelined_trainings(space: SearchSpace) -> list[PipelinedTraining]:
     """Return the ways to train as pipelines that no other betters in seconds and memory."""
     kept: list[PipelinedTraining] = []
-    limit = space.memory_limit
-    waiting = sorted(_joint_trainings(space), key=lambda pair: pair[1].quick_least)
-    for placements, joint in waiting:
-        held = space.joint_bytes(placements)
-        memory = held.always + held.working
+    for placements, joint in _joint_trainings(space):
+        memory = sum(space.held_bytes(placements))
         beaten = any(
             one.joint.fused <= joint.quick_least
             and one.memory <= memory
-            and one.count == placements["policy_training"].count
+            and one.placements["policy_training"].count == placements["policy_training"].count
             for one in kept
         )
-        if memory <= limit and not beaten:
+        if memory <= space.memory_limit and not beaten:
             kept.append(PipelinedTraining(placements, joint, memory))
     return sorted(kept, key=lambda one: one.joint.fused)
 
 
-def _joint_trainings(space: SearchSpace) -> Iterator[tuple[dict[str, Placement], JointTraining]]:
-    """Yield the ways to train as pipelines on all devices or, drawing ahead, on parts of them."""
+def _joint_trainings(space: SearchSpace) -> list[tuple[dict[str, Placement], JointTraining]]:
+    """List the ways to train as pipelines on all devices or, drawing ahead, on parts of them.
+
+    First comes what may take the least seconds.
+    """
+    ways = []
     hardware = space.hardware
     node_chips = hardware.count // hardware.nodes
     for blocks in part_sizes(space.blocks):
@@ -127,22 +121,25 @@ def _joint_trainings(space: SearchSpace) -> Iterator[tuple[dict[str, Placement],
             continue
         count = blocks * space.block_devices
         first = part_starts(blocks, space.blocks)[-1] * space.block_devices
-        for shape in shapes(count, node_chips, space.models):
-            placements = placements_of(shape, space.base, first, space.models)
+        own = dataclasses.replace(space.base, first=first, count=count)
+        for policy in policy_pipelines(own, node_chips, space.models):
+            found = placements_of(policy, space.models)
+            placements = {call: one for call, one in found.items() if call in space.calls}
             if placements:
-                yield placements, space.joint(placements)
+                ways.append((placements, space.joint(placements)))
+    return sorted(ways, key=lambda pair: pair[1].quick_least)
 
 
 def fastest_pipelined(space: SearchSpace) -> PipelinedTraining | None:
     """Return the fastest way to train as pipelines that fits; None where none does."""
     best: PipelinedTraining | None = None
-    for placements, joint in sorted(_joint_trainings(space), key=lambda pair: pair[1].quick_least):
+    for placements, joint in _joint_trainings(space):
         if best and best.joint.fused <= joint.quick_least:
             break
-        held = space.joint_bytes(placements)
-        fits = held.always + held.working <= space.memory_limit
-        if fits and (best is None or joint.fused < best.joint.fused):
-            best = PipelinedTraining(placements, joint, held.always + held.working)
+        memory = sum(space.held_bytes(placements))
+        shorter = best is None or joint.fused < best.joint.fused
+        if memory <= space.memory_limit and shorter:
+            best = PipelinedTraining(placements, joint, memory)
     return best
 
 
@@ -152,9 +149,7 @@ def compare_trainings(prices: PlanPrices) -> TrainingComparison | None:
     Other calls are left out of account. None where one of the two does not fit.
     """
     config = prices.config
-    generation = config.generation
-    minibatch = generation.prompts_per_step * generation.samples_per_prompt
-    minibatch //= config.training.minibatches
+    minibatch = derived.samples(config) // config.training.minibatches
     calls = [call for call in derived.calls(config) if call.endswith("_training")]
     of_pipelines: list[tuple[float, int, PipelinedTraining]] = []
     of_shards: list[tuple[float, int, SearchResult]] = []
@@ -181,7 +176,7 @@ def compare_trainings(prices: PlanPrices) -> TrainingComparison | None:
     chip = hardware.chip
     assert chip is not None, "Plans are priced for known chips alone."
     node_chips = hardware.count // hardware.nodes
-    tokens = minibatch * (config.data.max_prompt_tokens + generation.max_new_tokens)
+    tokens = minibatch * derived.text_tokens(config)
     _, pipelined_rows, best = min(of_pipelines, key=lambda one: one[0])
     seconds, sharded_rows, other = min(of_shards, key=lambda one: one[0])
     return TrainingComparison(

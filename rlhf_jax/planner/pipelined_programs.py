@@ -1,4 +1,4 @@
-"""Trace the programs of models that train as pipelines, with what formulas say of each.
+"""Describe the programs of models that train as pipelines, with what formulas say of each.
 
 Stages that are alike are one program: the first, one in the middle and the last of a copy are
 compiled.
@@ -12,21 +12,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import optax
-from jax.stages import Traced
 
-from rlhf_jax.algorithms.policy_gradient import CRITIC_LOSS, POLICY_LOSS
 from rlhf_jax.config.memory_updates import KEPT, activation_bytes, largest_work
 from rlhf_jax.config.sizes import PlannedRun
 from rlhf_jax.mesh import FLOAT32, bytes_per_device
 from rlhf_jax.placement.search.collectives import received_bytes
-from rlhf_jax.placement.search.pipelines import StageWork, StageWorks, stage_works
-from rlhf_jax.placement.transfer import trace_ends
+from rlhf_jax.placement.search.costs import Work
+from rlhf_jax.placement.search.pipelines import StageWorks, stage_works
+from rlhf_jax.placement.transfer import ends_programs
 from rlhf_jax.planner import shapes
 from rlhf_jax.planner.placed_calls import CallProgram, Foreseen, PlacedCalls
+from rlhf_jax.runtime.compilation import Execute
 from rlhf_jax.training import stages
 from rlhf_jax.training.gradients import Gradient, Learner
-from rlhf_jax.training.settings import TrainingSettings
+from rlhf_jax.training.pipelined import RunningStage, run_backward
 from rlhf_jax.training.stages import Stage
 from rlhf_jax.types import Model, ModelConfig
 
@@ -69,22 +68,17 @@ class StageProgram:
         place = stages.hidden_sharding(shape, layout)
         return jax.ShapeDtypeStruct(shape, layout.dtype, sharding=place)
 
-    def trace_forward(self, _: int) -> Traced:
-        """Trace the forward pass of a micro-batch."""
+    def forward(self, execute: Execute, _: int) -> object:
+        """Run the forward pass of a micro-batch."""
         given = None if self.stage.reads_tokens else self.hidden
-        return stages.forward.trace(self.part, given, self.batch, stage=self.stage)
+        return execute(stages.forward, self.part, given, self.batch, stage=self.stage)
 
-    def trace_backward(self, _: int) -> Traced:
-        """Trace the gradient of a later micro-batch: the sum so far is there."""
+    def backward(self, execute: Execute, _: int) -> object:
+        """Run the gradient of a later micro-batch: the sum so far is there."""
         given = None if self.stage.reads_tokens else self.hidden
         pulled = None if self.stage.loss else self.hidden
-        passed = (self.part, given, self.batch, pulled)
-        first, _ = stages.backward.eval_shape(None, *passed, stage=self.stage)
-        total = Gradient(
-            jax.tree.map(lambda leaf: leaf.update(dtype=FLOAT32), self.part),
-            shapes.repeated(first.metrics, self.stage.settings.layout),
-        )
-        return stages.backward.trace(total, *passed, stage=self.stage)
+        own = RunningStage(self.stage, self.part)
+        return run_backward(own, given, self.batch, pulled, execute)
 
     def forward_bytes(self) -> float:
         """Return a device's bytes in a forward pass, arguments included."""
@@ -110,18 +104,10 @@ class StageProgram:
         return sums + copies + kept + work + passed * held_bytes(self.hidden)
 
 
-def pipelined_updates(
-    calls: PlacedCalls, call: str, reads: tuple[str, ...]
-) -> Iterator[CallProgram]:
-    """Yield what brings its ends to a stage, what stages compute, and how copies are summed.
-
-    reads: the columns of a micro-batch.
-    """
-    settings = TrainingSettings.from_config(calls.config, calls.layouts, calls.remat)
+def pipelined_updates(calls: PlacedCalls, call: str) -> Iterator[CallProgram]:
+    """Yield what brings its ends to a stage, what stages compute, and how copies are summed."""
     weights = shapes.model_shapes(calls.model(call), calls.run(call).layout, FLOAT32)
-    learner = Learner("policy", POLICY_LOSS, optax.identity(), settings)
-    if call.startswith("critic"):
-        learner = Learner("critic", CRITIC_LOSS, optax.identity(), settings.of_critic)
+    learner = calls.learner(call)
     copies = stages.copies_of(learner)
     config = copy.deepcopy(calls.config)
     config.training.microbatch_rows = max(1, config.training.microbatch_rows // len(copies))
@@ -133,10 +119,9 @@ def pipelined_updates(
     shallow = dataclasses.replace(whole, num_layers=whole.num_layers // len(of_copy))
     works = stage_works(calls.placed(call), whole)
     # Pipelines run at once: the gradients of both are there, and what their stages have to keep.
-    there = {part.name: part.bytes for part in calls.parts(call)}
-    beside = calls.always(call) + there.get("gradients, float32", 0) + there.get(KEPT, 0)
+    beside = calls.always(call, ["gradients, float32", KEPT])
     for index in sorted({0, min(1, len(of_copy) - 2), len(of_copy) - 1}):
-        program = StageProgram(own, call, of_copy[index], parts[index], shallow, reads)
+        program = StageProgram(own, call, of_copy[index], parts[index], shallow, calls.reads)
         yield from _ends(calls, call, model, of_copy[index], beside)
         yield from _tasks(program, works, beside)
     yield from _summed_copies(calls, call, learner, weights, beside)
@@ -149,11 +134,11 @@ def _ends(
     ends = dataclasses.replace(stage.without_others(model), layers=(), norm=None)
     layout = stage.settings.layout
     itemsize = layout.dtype.itemsize
-    for program in trace_ends(ends, layout, calls.devices, layout.dtype):
+    for program in ends_programs(ends, layout, calls.devices):
         yield CallProgram(
             call,
             "an embedding comes" if stage.reads_tokens else "a head comes",
-            lambda _, traced=program.traced: traced,
+            lambda execute, _, program=program: program.run(execute),
             Foreseen(program.device_bytes(itemsize), received=program.received_bytes(itemsize)),
             beside=beside - program.arguments,
             depth=1,
@@ -172,12 +157,12 @@ def _tasks(program: StageProgram, works: StageWorks, beside: float) -> Iterator[
     )
     own = held_bytes(program.part.layers) + held_bytes(program.part.layers, FLOAT32)
 
-    def task(kind: str, work: StageWork, size: float, hops: int, trace: Any) -> CallProgram:
+    def task(kind: str, work: Work, size: float, hops: int, run: Any) -> CallProgram:
         """Return the program of a task, which gathers hidden states of so many neighbours."""
         return CallProgram(
             program.call,
             f"{name} stage {kind}",
-            trace,
+            run,
             Foreseen(size, work.flops, work.traffic.total + hops * gathered),
             beside=beside - own,
             depth=program.config.num_layers,
@@ -186,10 +171,10 @@ def _tasks(program: StageProgram, works: StageWorks, beside: float) -> Iterator[
     if not last:
         work = works.first_forward if first else works.forward
         size = program.forward_bytes()
-        yield task("forward", work, size, not first, program.trace_forward)
+        yield task("forward", work, size, not first, program.forward)
     work = works.first_backward if first else works.last if last else works.backward
     size = program.backward_bytes()
-    yield task("backward", work, size, 1 if first or last else 2, program.trace_backward)
+    yield task("backward", work, size, 1 if first or last else 2, program.backward)
 
 
 def _summed_copies(
@@ -201,23 +186,12 @@ def _summed_copies(
         return
     layout = learner.settings.layout
     held = held_bytes(weights)
-    traced = []
-
-    def trace(function: Any, *arguments: Any, **options: Any) -> Any:
-        """Trace a program in place of running it, and return its results as shapes."""
-        traced.append(function.trace(*arguments, **options))
-        return function.eval_shape(*arguments, **options)
-
-    def trace_sum(_: int) -> Traced:
-        """Trace the sum, without the metrics."""
-        parts = [stages.model_of_copy(weights, copy, learner) for copy in copies]
-        stages.sum_copies([Gradient(part, {}) for part in parts], layout, trace)
-        return traced[-1]
-
+    parts = [stages.model_of_copy(weights, copy, learner) for copy in copies]
+    found = [Gradient(part, {}) for part in parts]  # without the metrics
     yield CallProgram(
         call,
         "sum of copies",
-        trace_sum,
+        lambda execute, _: stages.sum_copies(found, layout, execute),
         Foreseen(held, received=received_bytes("all-reduce", held, len(copies))),
         beside=beside,
         depth=calls.model(call).num_layers,

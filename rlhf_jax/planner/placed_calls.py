@@ -1,23 +1,30 @@
-"""Hold the calls of a plan on devices that need not be here, and what is said of their programs."""
+"""Hold the calls of a plan on devices that need not be here, and describe their programs."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax.stages import Traced
 
 from rlhf_jax import mesh as meshes
-from rlhf_jax.config import memory, memory_parts
+from rlhf_jax.config import derived, memory, memory_parts
+from rlhf_jax.config.algorithms import algorithm_of
 from rlhf_jax.config.hardware import Hardware
 from rlhf_jax.config.memory_parts import Part
 from rlhf_jax.config.schema import Config
 from rlhf_jax.config.sizes import PlannedRun
-from rlhf_jax.mesh import Layout
+from rlhf_jax.mesh import FLOAT32
 from rlhf_jax.placement.plan import CallLayouts, Plan
 from rlhf_jax.placement.search.costs import PlacedRun
+from rlhf_jax.planner import shapes
+from rlhf_jax.runtime.compilation import Execute
+from rlhf_jax.training.gradients import Gradient, Learner
+from rlhf_jax.training.optimizer import make_optimizer
+from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
 
@@ -30,16 +37,33 @@ class Foreseen(NamedTuple):
 
 
 class CallProgram(NamedTuple):
-    """Hold one program of a call."""
+    """Describe one program of a call: how it is run, traced or compiled, and what it takes."""
 
     call: str
     name: str
-    trace: Callable[[int], Traced]  # of a model of so many layers
+    # The code of a run, given shapes of a model of so many layers: this program is its last.
+    run: Callable[[Execute, int], object]
     foreseen: Foreseen
     beside: float  # bytes of a device that are there, too, while it runs
     depth: int  # layers of the model
     # where each layer is a part of the program: of how many it is compiled, twice
     compiled_layers: tuple[int, ...] = ()
+
+    def trace(self, depth: int) -> Traced:
+        """Trace the program for a model of so many layers; its devices need not be here."""
+        traced: list[Traced] = []
+
+        def execute(function: jax.stages.Wrapped, *arguments: Any, **options: Any) -> Any:
+            """Trace a program in place of running it, and return its results as shapes."""
+            traced.append(function.trace(*arguments, **options))
+            found = traced[-1].out_info
+            if isinstance(found, Gradient) and "layout" in options:  # to which sums are held
+                places = meshes.model_shardings(found, options["layout"])
+                return shapes.placed(found, places)
+            return found
+
+        self.run(execute, depth)
+        return traced[-1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +84,7 @@ class PlacedCalls:
 
     def run(self, call: str) -> PlannedRun:
         """Return the run as a call sees it; generation as one slice does."""
-        layout: Layout = getattr(self.layouts, call)
+        layout = self.layouts[call]
         if call == "generation":
             layout = layout.split()[0]
         return PlannedRun(self.config, self.models, layout, self.remat, {call: layout})
@@ -71,22 +95,54 @@ class PlacedCalls:
         return PlacedRun(run, self.hardware.part(run.layout.extent(meshes.AXES)))
 
     def model(self, call: str) -> ModelConfig:
-        """Return the model of a call that trains or scores one: policy or critic."""
-        if not call.startswith("critic"):
-            return self.models.policy
-        assert self.models.critic is not None, "A call of the critic's has one."
-        return dataclasses.replace(self.models.critic, scalar_head=True, tied=False)
+        """Return the shape of the model of a call that trains one."""
+        return self.models.of(call)[0]
+
+    def shallower(self, role: str, depth: int) -> PlacedCalls:
+        """Return the calls with the first layers alone of a model: of the policy or the drafter."""
+        model = dataclasses.replace(getattr(self.models, role), num_layers=depth)
+        return dataclasses.replace(self, models=self.models._replace(**{role: model}))
+
+    @property
+    def trained(self) -> list[str]:
+        """Return the calls that train, in the order in which gradients are taken."""
+        learning = derived.learning_calls(self.config)
+        return [call for call in self.plan.placements if call in learning]
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Return the columns of a micro-batch that losses read."""
+        return tuple(name for call in self.trained for name in self.learner(call).loss.reads)
+
+    def learner(self, call: str) -> Learner:
+        """Return how the model of a call is trained, at one rate."""
+        training = self.config.training
+        optimizer = make_optimizer(
+            training.learning_rate,
+            max_grad_norm=training.max_grad_norm,
+            weight_decay=training.weight_decay,
+        )
+        settings = TrainingSettings.from_config(self.config, self.layouts[call], self.remat)
+        role = call.removesuffix("_training")
+        return Learner(role, algorithm_of(self.config).losses[role], optimizer, settings)
+
+    def waiting(self, call: str, others: Sequence[str]) -> int:
+        """Return the bytes of gradients of other calls that lie on a call's devices."""
+        own = set(self.plan.placements[call].devices)
+        there = [one for one in others if own & set(self.plan.placements[one].devices)]
+        return sum(self.run(one).weights(self.model(one), FLOAT32) for one in there)
 
     def parts(self, call: str) -> list[Part]:
         """Return the parts of memory on the fullest of a call's devices."""
-        of_call = self.layouts._asdict()
-        found = [
-            memory.plan(self.config, self.models, {one: of_call[one] for one in calls}, self.remat)
-            for calls in self.plan.groups()
-            if call in calls
-        ]
-        return max(found, key=lambda parts: memory_parts.peak(parts)[1])
+        found = memory.by_group(self.config, self.models, self.plan, self.layouts, self.remat)
+        there = [parts for calls, parts in found if call in calls]
+        return max(there, key=lambda parts: memory_parts.peak(parts)[1])
 
-    def always(self, call: str) -> int:
-        """Return the bytes that the fullest of a call's devices holds from step to step."""
-        return memory_parts.total(self.parts(call), "always")
+    def always(self, call: str, named: Collection[str] = (), but: str = "") -> int:
+        """Return the bytes that the fullest of a call's devices holds from step to step.
+
+        named: parts that are there besides. but: one that always is, and is left out.
+        """
+        parts = [part for part in self.parts(call) if part.name != but]
+        besides = sum(part.bytes for part in parts if part.name in named)
+        return memory_parts.total(parts, "always") + besides

@@ -35,8 +35,8 @@ class Planned(NamedTuple):
 
     def run(self, config: Config) -> PlannedRun:
         """Return the run that a config describes, with the layout of each call."""
-        layouts = self.layouts._asdict()
-        return PlannedRun(config, self.models, self.layouts.generation, self.remat, layouts)
+        layout = next(iter(self.layouts.values()))
+        return PlannedRun(config, self.models, layout, self.remat, self.layouts)
 
 
 def plan_run(config: Config, hardware: Hardware) -> Planned:
@@ -96,8 +96,8 @@ def _models(config: Config) -> ModelConfigs:
     if derived.has_drafter(config):
         layers = config.drafter.layers
         drafter = student_config(policy, layers) if layers else shape_of(config.drafter.path)
-    critic: ModelConfig | None = None
-    if derived.needs_critic(config):
-        critic = shape_of(config.critic.path) if config.critic.path else policy
-    rewards = tuple(map(shape_of, config.reward.models))
-    return ModelConfigs(policy, drafter, critic, rewards)
+    critics = {
+        role: shape_of(config.critic.path) if config.critic.path else policy
+        for role in derived.critics(config)
+    }
+    return ModelConfigs(policy, drafter, critics, tuple(map(shape_of, config.reward.models)))

@@ -19,7 +19,6 @@ from rlhf_jax.placement.presets import PRESETS, layer_counts, plan_of
 from rlhf_jax.placement.search.branch_and_bound import search
 from rlhf_jax.placement.search.options import SearchSpace
 from rlhf_jax.placement.search.schedule import (
-    INFERENCE,
     STEADY,
     Event,
     Problem,
@@ -41,7 +40,7 @@ class PricedPlan(NamedTuple):
     name: str
     plan: Plan  # of calls
     calls: dict[str, float]  # seconds of each call
-    stages: tuple[float, float, float]  # of generation, inference and training
+    stages: tuple[float, ...]  # of generation, inference and training
     step: float  # seconds of a step, with weights on their way
     gigabytes: float  # of the fullest device, in 10^9 bytes
     fits: bool  # whether a device has so much
@@ -77,7 +76,8 @@ class PlanPrices:
         own.training.lag = lag
         hardware = planned.hardware
         mesh, _ = place_calls(own, planned.models, hardware, hardware.count, hardware.count)
-        return cls(own, planned.models, hardware, mesh.placements["generation"])
+        base = dataclasses.replace(next(iter(mesh.placements.values())), pipelined=False)
+        return cls(own, planned.models, hardware, base)
 
     def varied(self, constant: str, factor: float) -> PlanPrices:
         """Return what the prices are if one of the chip's efficiencies is another."""
@@ -114,11 +114,12 @@ class PlanPrices:
         Where the config leaves that open, a run does without as far as `settle_remat` says so.
         """
         asked = self.config.training.remat
-        own = (self.config, self.models, self.hardware, self.base)
+        space = functools.partial(
+            SearchSpace, self.config, self.models, self.hardware, self.base, held=self.held
+        )
         if asked != "auto":
-            return {asked == "on": SearchSpace(*own, remat=asked == "on", held=self.held)}
-        without = SearchSpace(*own, remat=False, room=memory.ROOM, held=self.held)
-        return {False: without, True: SearchSpace(*own, remat=True, held=self.held)}
+            return {asked == "on": space(remat=asked == "on")}
+        return {False: space(remat=False, room=memory.ROOM), True: space(remat=True)}
 
     @functools.cached_property
     def problems(self) -> dict[bool, Problem]:
@@ -135,14 +136,16 @@ class PlanPrices:
         parts = foreseen(remat=remat)
         problem = self.problems[remat]
         placed = self.spaces[remat].placed(plan, name)
-        stages = {stage: stage_seconds(problem, stage, placed) for stage in problem.stages}
-        before = sum(seconds for stage, seconds in stages.items() if stage[0] in INFERENCE)
+        # a run may lack some
+        stages: dict[str, float] = dict.fromkeys(memory_parts.STAGE_NAMES, 0.0)
+        for calls in problem.stages:
+            stages[calls[0].rpartition("_")[2]] += stage_seconds(problem, calls, placed)
         gigabytes = max(memory_parts.peak(parts)[1], most_bytes(problem, placed))
         return PricedPlan(
             name,
             plan,
             calls={call: placed[call].seconds for call in plan.placements},
-            stages=(stages[problem.stages[0]], before, stages[problem.stages[-1]]),
+            stages=tuple(stages.values()),
             step=steady_seconds(problem, placed),
             gigabytes=gigabytes / memory_parts.GIGA,
             fits=gigabytes <= limit,

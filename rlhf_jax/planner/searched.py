@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 from rlhf_jax.config import validation
@@ -93,9 +94,8 @@ def search_plans(config: Config, planned: Planned, lag: int = 0) -> Searched:
             trainings = None if said else compare_trainings(prices)
         if found is None:
             raise ValueError(no_plan(hardware, ahead))
-        counted = Plan(
-            hardware.count, found.priced.plan.placements, parameter_counts(planned.models)
-        )
+        parameters = parameter_counts(planned.models)
+        counted = dataclasses.replace(found.priced.plan, parameters=parameters)
         last = "found" if ahead == lag else "synchronous"
         suffix = f", lag {ahead}" if ahead else ""
         plans += [one._replace(name=f"{one.name}{suffix}") for one in named]
@@ -125,12 +125,11 @@ def find_with_pipelines(
         return None, said
     best = min(ways, key=lambda one: (not one.priced.fits, one.priced.step))
     if not said and sharded is not None:
-        other = min((one.priced for one in pipelined), key=lambda plan: plan.step)
-        name = PIPELINED
-        if best is not sharded:
-            other = sharded.priced
-            name = SHARDED
-        named.append(other._replace(name=name))
+        if best is sharded:
+            other = min((one.priced for one in pipelined), key=lambda plan: plan.step)
+            named.append(other._replace(name=PIPELINED))
+        else:
+            named.append(sharded.priced._replace(name=SHARDED))
     # no plan of either kind is shorter than the bound of both
     bound = min(one.priced.step * (1.0 - one.gap) for one in ways)
     gap = max(0.0, 1.0 - bound / best.priced.step)

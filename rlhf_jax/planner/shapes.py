@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -15,22 +14,25 @@ from pallas_kernels.shapes import BLOCK
 from rlhf_jax import mesh as meshes
 from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
+from rlhf_jax.config.sizes import abstract_weights
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model.transformer import pad_vocab, unstack
+from rlhf_jax.runtime.compilation import Execute
 from rlhf_jax.sequences.batch import PackedSequences
 from rlhf_jax.sequences.columns import declaration
-from rlhf_jax.setup.models import weight_shapes
-from rlhf_jax.training.gradients import Gradient
-from rlhf_jax.types import Model, ModelConfig
+from rlhf_jax.training.gradients import Gradient, Learner
+from rlhf_jax.training.learn import trained
+from rlhf_jax.training.optimizer import take_step
+from rlhf_jax.types import Model, ModelConfig, Trained
 
 
 def placed(shapes: Any, shardings: Any) -> Any:
     """Return shapes that know where they lie."""
-
-    def place(leaf, sharding):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    return jax.tree.map(place, shapes, shardings)
+    return jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        shapes,
+        shardings,
+    )
 
 
 def repeated(shapes: Any, layout: Layout) -> Any:
@@ -46,12 +48,19 @@ def row_shapes(make: Callable[[], Any], layout: Layout) -> Any:
     return placed(shapes, meshes.row_shardings(shapes, layout))
 
 
+def prompt_shapes(rows: int, width: int, layout: Layout) -> Any:
+    """Return the shapes of prompts [rows, width], and of a number for each of them."""
+    return row_shapes(
+        lambda: (jnp.zeros((rows, width), jnp.int32), jnp.zeros(rows, jnp.int32)), layout
+    )
+
+
 def model_shapes(model: ModelConfig, layout: Layout, dtype: DTypeLike | None = None) -> Model:
     """Return the shapes of a model as its layout has it; generation's layers are unrolled.
 
     dtype: the layout's if None. A vocabulary that generation splits is padded to whole blocks.
     """
-    shapes = weight_shapes(model, layout.dtype if dtype is None else dtype)
+    shapes = abstract_weights(model, layout.dtype if dtype is None else dtype)
     if layout.role == "generation":
         split = layout.extent("tensor")
         block = BLOCK * split if split > 1 else 1
@@ -59,14 +68,12 @@ def model_shapes(model: ModelConfig, layout: Layout, dtype: DTypeLike | None = N
     return placed(shapes, meshes.model_shardings(shapes, layout))
 
 
-def step_shapes(
-    weights: Model, optimizer: optax.GradientTransformation, layout: Layout
-) -> tuple[Model, Any, Gradient, Any]:
-    """Return the shapes that an optimizer's step is given: weights, moments, a gradient, a bool."""
-    moments = jax.eval_shape(optimizer.init, weights)
-    moments = placed(moments, meshes.model_shardings(moments, layout))
+def run_step(learner: Learner, weights: Model, execute: Execute) -> Trained:
+    """Run the step of a learner's optimizer, of shapes of its weights and of a gradient."""
+    layout = learner.settings.layout
     finite = repeated(jax.ShapeDtypeStruct((), jnp.bool_), layout)
-    return weights, moments, Gradient(weights, {}), finite
+    before = trained(weights, learner.optimizer, layout)
+    return take_step(learner, before, Gradient(weights, {}), finite, execute)
 
 
 def packed_shapes(
@@ -77,8 +84,8 @@ def packed_shapes(
     reads: the columns that they have, of those that the run makes.
     """
     own = meshes.rows_of_shard(rows, layout.row_shards)
-    response = config.generation.max_new_tokens
-    slots = config.data.max_prompt_tokens + response
+    response = derived.response_tokens(config)
+    slots = derived.text_tokens(config)
     line = (layout.row_shards, own * slots)
     predicted = (layout.row_shards, own * response)
     sizes = {
@@ -106,7 +113,7 @@ def micro_batch_shapes(
     config: Config, layout: Layout, rows: int, reads: Collection[str]
 ) -> PackedSequences:
     """Return the shapes of a micro-batch of `rows` sequences of full length, for losses."""
-    shares = ("weights", "total_tokens", "total_sequences", "total_groups", "kl_weight")
+    shares = ("weights", "total_tokens", "total_sequences", "total_groups")
     return packed_shapes(config, layout, rows, (*reads, *shares))
 
 
@@ -114,11 +121,11 @@ def _columns(
     config: Config, reads: Collection[str], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, jax.Array]:
     """Return zeros for the columns that a run makes, of those that are read."""
+    scorers = derived.scorers(config)
     made = {
-        "logprobs": derived.needs_old_logprobs(config),
-        "reference_logprobs": derived.needs_reference(config),
-        "values": derived.needs_critic(config),
-        "returns": derived.needs_critic(config),
+        "logprobs": "policy" in scorers,
+        "reference_logprobs": "reference" in scorers,
+        "values": "critic" in scorers,
         "top_k_ids": bool(config.generation.top_k),
     }
     found = {}

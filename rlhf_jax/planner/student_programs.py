@@ -1,17 +1,15 @@
-"""Trace the programs by which a student learns from shapes, with what formulas say of each."""
+"""Describe the programs by which a student learns, with what formulas say of each."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Any
 from typing import cast as typed
 
 import jax
 import jax.numpy as jnp
-from jax.stages import Traced
 
 from rlhf_jax.config import derived, memory_updates
 from rlhf_jax.config.sizes import row_share
@@ -20,12 +18,13 @@ from rlhf_jax.placement.search.costs import forward_flops, gradient_flops, produ
 from rlhf_jax.placement.search.traffic import ShardedModel, forward_traffic, gradient_traffic
 from rlhf_jax.planner import shapes
 from rlhf_jax.planner.placed_calls import CallProgram, Foreseen, PlacedCalls
+from rlhf_jax.runtime.compilation import Execute
 from rlhf_jax.sequences.batch import PackedSequences
 from rlhf_jax.setup.settings import student_settings
 from rlhf_jax.training import distill
 from rlhf_jax.training.distill import DISTILLATION
-from rlhf_jax.training.gradients import Gradient, accumulate
-from rlhf_jax.training.optimizer import apply, make_optimizer
+from rlhf_jax.training.gradients import Learner, sum_gradients
+from rlhf_jax.training.optimizer import make_optimizer
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import Array, Model, ModelConfig
 
@@ -34,7 +33,7 @@ CALL = "policy_training"  # on whose devices a student learns
 
 def student_updates(calls: PlacedCalls) -> Iterator[CallProgram]:
     """Yield how the policy reads a micro-batch, the student's gradient, and its step."""
-    settings = student_settings(calls.config, calls.layouts, calls.remat)
+    settings = student_settings(calls.config, calls.layouts[CALL], calls.remat)
     config = copy.deepcopy(calls.config)
     config.training.microbatch_rows = settings.microbatch_rows
     placements = dict(calls.plan.placements)
@@ -43,8 +42,12 @@ def student_updates(calls: PlacedCalls) -> Iterator[CallProgram]:
     own = dataclasses.replace(calls, config=config, plan=plan)
     # of a pipeline, no device of which has all layers, it reads a copy in the compute dtype
     yield reading(own, settings, copied=calls.run(CALL).is_pipelined)
-    yield gradient(own, settings)
-    yield step(own)
+    optimizer = make_optimizer(
+        config.drafter.learning_rate, max_grad_norm=config.training.max_grad_norm
+    )
+    learner = Learner("drafter", DISTILLATION, optimizer, settings)
+    yield gradient(own, learner)
+    yield step(own, learner)
 
 
 def reading(calls: PlacedCalls, settings: TrainingSettings, *, copied: bool) -> CallProgram:
@@ -58,14 +61,14 @@ def reading(calls: PlacedCalls, settings: TrainingSettings, *, copied: bool) -> 
     held = run.weights(dataclasses.replace(policy, tied=True), dtype)
     hidden = memory_updates.hidden_bytes(run, run.batch_rows)
 
-    def trace(_: int) -> Traced:
+    def read(execute: Execute, _: int) -> object:
         weights = shapes.model_shapes(policy, run.layout, dtype)
-        return distill.with_hidden_states.trace(weights, distill_batch(calls), settings)
+        return execute(distill.with_hidden_states, weights, distill_batch(calls), settings)
 
     return CallProgram(
         CALL,
         "student's text",
-        trace,
+        read,
         Foreseen(
             held + hidden + memory_updates.reading_bytes(run, copied=copied),
             forward_flops(policy, passes.samples, passes.tokens, predicted=0),
@@ -76,7 +79,7 @@ def reading(calls: PlacedCalls, settings: TrainingSettings, *, copied: bool) -> 
     )
 
 
-def gradient(calls: PlacedCalls, settings: TrainingSettings) -> CallProgram:
+def gradient(calls: PlacedCalls, learner: Learner) -> CallProgram:
     """Return a student's gradient of a later micro-batch: the sum so far is there.
 
     Logits of both models are made once, and the student's differentiated by its hidden states: the
@@ -102,43 +105,31 @@ def gradient(calls: PlacedCalls, settings: TrainingSettings) -> CallProgram:
     hidden = memory_updates.hidden_bytes(run, run.batch_rows)
     work = run.weights(student, ends=False) + memory_updates.learning_bytes(run)
 
-    def trace(_: int) -> Traced:
+    def run_gradient(execute: Execute, _: int) -> object:
+        whole = shapes.model_shapes(policy, run.layout, FLOAT32)
+        policy_ends = dataclasses.replace(whole, layers=())
+        batch = distill_batch(calls, read=True)
         weights = student_shapes(calls)
-        policy_ends = dataclasses.replace(
-            shapes.model_shapes(policy, run.layout, FLOAT32), layers=()
-        )
-        given = (weights, distill_batch(calls, read=True), policy_ends)
-        how = dict(loss=DISTILLATION, settings=settings)
-        first = jax.eval_shape(functools.partial(accumulate, None, **how), *given)
-        total = Gradient(weights, shapes.repeated(first.metrics, run.layout))
-        return accumulate.trace(total, *given, **how)
+        return sum_gradients(learner, weights, [batch], policy_ends, execute=execute)
 
     return CallProgram(
         CALL,
         "student's gradient",
-        trace,
+        run_gradient,
         Foreseen(2 * own + of_policy + hidden + work, flops, sent.total),
         beside=calls.always(CALL) - own - of_policy + _all_hidden(calls) - hidden,
         depth=student.num_layers,
     )
 
 
-def step(calls: PlacedCalls) -> CallProgram:
+def step(calls: PlacedCalls, learner: Learner) -> CallProgram:
     """Return the optimizer's step of a student: weights, two moments and a gradient."""
     run = calls.run(CALL)
     own = run.weights(_student(calls), FLOAT32, ends=False)
-    optimizer = make_optimizer(
-        calls.config.drafter.learning_rate, max_grad_norm=calls.config.training.max_grad_norm
-    )
-
-    def trace(_: int) -> Traced:
-        given = shapes.step_shapes(student_shapes(calls), optimizer, run.layout)
-        return apply.trace(*given, optimizer=optimizer)
-
     return CallProgram(
         CALL,
         "student's step",
-        trace,
+        lambda execute, _: shapes.run_step(learner, student_shapes(calls), execute),
         Foreseen(4 * own),
         beside=calls.always(CALL) - 3 * own + _all_hidden(calls),
         depth=_student(calls).num_layers,
@@ -174,6 +165,5 @@ def _student(calls: PlacedCalls) -> ModelConfig:
 def _all_hidden(calls: PlacedCalls) -> int:
     """Return the bytes of the policy's hidden states of all texts that its student learns from."""
     run = calls.run(CALL)
-    return memory_updates.hidden_bytes(
-        run, row_share(derived.student_samples(calls.config), run.layout)
-    )
+    samples = derived.student_samples(calls.config)
+    return memory_updates.hidden_bytes(run, row_share(samples, run.layout))

@@ -55,12 +55,9 @@ class CompilerFigures(NamedTuple):
             one = getattr(self, name)
             return one + layers * (getattr(longer, name) - one)
 
+        grown = ("arguments", "results", "temporary", "received", "flops")
         return CompilerFigures(
-            arguments=extend("arguments"),
-            results=extend("results"),
-            temporary=extend("temporary"),
-            received=extend("received"),
-            flops=extend("flops"),
+            **{name: extend(name) for name in grown},
             seconds=self.seconds + longer.seconds,
             refusal=self.refusal or longer.refusal,
         )
@@ -94,9 +91,7 @@ class VerifiedPlan(NamedTuple):
         return [one for one in self.programs if one.compiled.refusal or one.in_all > self.limit]
 
 
-def verify_plan(
-    config: Config, planned: Planned, observe: Callable[[str], None] = lambda line: None
-) -> VerifiedPlan:
+def verify_plan(config: Config, planned: Planned, observe: Callable[[str], None]) -> VerifiedPlan:
     """Compile the distinct programs of a run's plan, from shapes alone.
 
     `observe` hears of each that is compiled. Raises ValueError where nothing compiles for the
@@ -203,11 +198,11 @@ def print_verified(verified: VerifiedPlan) -> None:
     memory = [("a chip's GB", f"{heading}{'in all':>9}")]
     work = [("PFLOP", f"{heading}  of all chips")]
     sent = [("GB received", f"{heading}  by a chip")]
-    for program, compiled in verified.programs:
+    for one in verified.programs:
+        program, compiled = one
         foreseen = program.foreseen
-        in_all = program.beside + compiled.bytes
         sizes = _pair(program, compiled.bytes, foreseen.bytes, GIGA)
-        memory.append((program.call, f"{sizes}{in_all / GIGA:9.2f}"))
+        memory.append((program.call, f"{sizes}{one.in_all / GIGA:9.2f}"))
         work.append((program.call, _pair(program, compiled.flops, foreseen.flops, 1e15)))
         sent.append((program.call, _pair(program, compiled.received, foreseen.received, GIGA)))
     notes = [

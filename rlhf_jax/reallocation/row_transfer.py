@@ -38,7 +38,7 @@ _on_each = functools.partial(jax.shard_map, check_vma=False)
 class RowPacket:
     """Hold rows that travel."""
 
-    # [1, n] each: leaves of one dtype, one after the other; int32 for all that are no floats
+    # [1, n] each: leaves of one dtype, one after the other; int32 for all but narrow floats
     pieces: tuple[jax.Array, ...]
     slots: int = struct.field(pytree_node=False)  # token slots of each row
 
@@ -78,7 +78,7 @@ def pack_rows(
         pieces = []
         for shared in _shares(leaves):
             picked = [pick(leaves[one], own) for one in shared]
-            flat = [leaf.astype(_sent_dtype(leaf)).ravel() for leaf in picked]
+            flat = [_recast(leaf, _sent_dtype(leaf)).ravel() for leaf in picked]
             pieces.append(jnp.concatenate(flat)[None])
         return tuple(pieces) if own is rows else jax.lax.psum(tuple(pieces), ROW_AXES)
 
@@ -130,7 +130,7 @@ def _put(
             for one, begin in zip(shared, places, strict=True):
                 shape = (len(rows), *cut[one].shape[1:])
                 new = jax.lax.dynamic_slice(piece[0], (len(rows) * begin,), (math.prod(shape),))
-                new = new.reshape(shape).astype(leaves[one].dtype)
+                new = _recast(new.reshape(shape), leaves[one].dtype)
                 place = (own, *(slice(0, size) for size in shape[1:]))
                 leaves[one] = leaves[one].at[place].set(new, mode="drop")
         return jax.tree.unflatten(kind, leaves)
@@ -190,8 +190,19 @@ def _shares(leaves: Sequence[Array]) -> list[list[int]]:
 
 
 def _sent_dtype(leaf: Array) -> np.dtype:
-    """Return the dtype that a leaf travels as: its own if floating, or else int32."""
-    return leaf.dtype if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.dtype(jnp.int32)
+    """Return the dtype that a leaf travels as: its own if it is a narrow float, or else int32.
+
+    So a temperature, in float32, makes no piece of its own beside caches in bfloat16.
+    """
+    narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
+    return leaf.dtype if narrow else jnp.dtype(jnp.int32)
+
+
+def _recast(leaf: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Return a leaf in the dtype that it travels as, or back in its own: float32 by its bits."""
+    if jnp.float32 in (leaf.dtype, dtype):
+        return jax.lax.bitcast_convert_type(leaf, dtype)
+    return leaf.astype(dtype)
 
 
 def send(packet: RowPacket, layout: Layout) -> RowPacket:

@@ -13,20 +13,6 @@ from multiprocessing import connection
 from rlhf_jax.rewards.combination import Response, Score
 from rlhf_jax.runtime import messages
 
-__all__ = [
-    "RewardCall",
-    "RewardFailure",
-    "RewardReply",
-    "RewardResults",
-    "WorkerImports",
-    "WorkerReady",
-    "largest_reply",
-    "limit_wait",
-    "receive_call",
-    "receive_reply",
-    "send",
-]
-
 LARGEST_CALL = 1 << 28  # bytes of responses with their prompts and rows
 LARGEST_REPLY = 1 << 20  # bytes of numbers, or of why there are none, for each RESPONSES
 RESPONSES = 1024

@@ -14,11 +14,12 @@ import numpy as np
 from rlhf_jax.mesh import ONE_DEVICE, Layout, place_rows, rows_of_shard
 from rlhf_jax.model.attention import causal_on
 from rlhf_jax.model.transformer import forward, logits
-from rlhf_jax.model.weights import huggingface
+from rlhf_jax.model.weights.sizes import token_id
 from rlhf_jax.model.weights.source import Source
 from rlhf_jax.placement.idle import fetched
 from rlhf_jax.rewards.combination import Response, Scorer, Scores, as_scores, refuse_broken
 from rlhf_jax.runtime import to_host
+from rlhf_jax.runtime.foreign import read_json
 from rlhf_jax.types import Array, Model
 
 
@@ -47,8 +48,9 @@ class RewardModel:
 
     @functools.cached_property
     def padding(self) -> int | None:
-        """Return the id of the token that is never read, or None."""
-        return huggingface.padding_token(self.source.path)
+        """Return the id of the token that is never read; None where config.json names none."""
+        file = self.source.path / "config.json"
+        return token_id(read_json(file), "pad_token_id", file)
 
 
 # Indices of responses, and their scores: the first ones of an array [rows] float32.

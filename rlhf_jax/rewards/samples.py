@@ -13,7 +13,6 @@ from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.generation.requests import Sample
 from rlhf_jax.rewards.combination import EagerScorer, Response, RewardResult, Scores
 from rlhf_jax.rewards.models import RewardModel
-from rlhf_jax.types import Array
 
 # results that responses have already, by the reward's term and the response's index
 Known = Mapping[str, Mapping[int, RewardResult]]
@@ -25,10 +24,11 @@ RewardFunction = Callable[[Sequence[Response], Known], tuple[Scores, dict[str, f
 class Rewards:
     """Say what samples are worth."""
 
-    function: RewardFunction
+    # None: samples have no rewards
+    function: RewardFunction | None
     tokenizer: Tokenizer
-    # of (rewards [B], ended [B]): rewards [B] as the advantages will see them
-    clip: Callable[[np.ndarray, np.ndarray], Array]
+    # of (rewards [B], ended [B]): rewards [B] as they are learned from
+    clip: Callable[[np.ndarray, np.ndarray], np.ndarray]
     # terms of the reward that are models, by name
     models: Mapping[str, RewardModel] = dataclasses.field(default_factory=dict)
     # terms that score samples as they finish, by name
@@ -56,6 +56,18 @@ def responses_of(
     ]
 
 
+def penalise_and_clip(
+    rewards: np.ndarray, ended: np.ndarray, missing_end: float, clip: float
+) -> np.ndarray:
+    """Return the rewards less `missing_end` where a response was cut off, and clipped: [B] float32.
+
+    rewards [B] float32; ended [B] bool is false where a response was cut off. They lie within
+    `clip` of 0; 0 for no limit.
+    """
+    rewards = np.where(ended, rewards, rewards - np.float32(missing_end))
+    return np.clip(rewards, -clip, clip) if clip else rewards
+
+
 def compute_rewards(
     responses: Sequence[Response], rewards: Rewards, scored: Sequence[Mapping[str, RewardResult]]
 ) -> tuple[np.ndarray, dict[str, float]]:
@@ -65,6 +77,8 @@ def compute_rewards(
     computed again. A response whose scoring failed has `rewards.failed`, or NaN. Raises ValueError,
     with the first reason, where more than `rewards.max_failed` of them failed.
     """
+    if rewards.function is None:
+        return np.zeros(len(responses), np.float32), {}
     known = {
         name: {index: own[name] for index, own in enumerate(scored) if name in own}
         for name in (*rewards.models, *rewards.eager)
@@ -83,13 +97,12 @@ def compute_rewards(
     return values, metrics | {"reward/failed": float(len(failed))}
 
 
-def table_of(responses: Sequence[Response], rewards: np.ndarray) -> list[dict[str, Any]]:
+def table_of(
+    responses: Sequence[Response], rewards: np.ndarray | None = None
+) -> list[dict[str, Any]]:
     """Make one row a sample, for people to read; the reward is None where scoring failed."""
-    return [
-        {
-            "prompt": response.prompt,
-            "response": response.response,
-            "reward": float(reward) if np.isfinite(reward) else None,
-        }
-        for response, reward in zip(responses, rewards, strict=True)
-    ]
+    table: list[dict[str, Any]] = [{"prompt": r.prompt, "response": r.response} for r in responses]
+    if rewards is not None:
+        for row, reward in zip(table, rewards, strict=True):
+            row["reward"] = float(reward) if np.isfinite(reward) else None
+    return table

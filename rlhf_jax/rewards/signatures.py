@@ -82,11 +82,10 @@ def signature_of(function: Callable[..., Any]) -> Signature:
     parameters = _parameters_of(function)
     form = _form_of(parameters)
     unknown = [name for name in parameters.required if name not in NAMES[form]]
+    columns = []
     if form is Form.BATCH:
         columns = [name for name in unknown if name not in (*NOT_COLUMNS, *OF_TRAINER)]
         unknown = [name for name in unknown if name not in columns]
-    else:
-        columns = []
     if unknown:
         called = getattr(function, "__name__", type(function).__name__)
         raise ValueError(
@@ -97,14 +96,6 @@ def signature_of(function: Callable[..., Any]) -> Signature:
     for name in ("data_source", "ground_truth"):
         columns += [name] if f"{name}{plural}" in parameters.required else []
     return Signature(form, is_async, tuple(columns))
-
-
-def missing_column(signature: Signature, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the first column that a reward cannot do without and none of the rows has, or ''."""
-    there = {name for row in rows for name in row}
-    if ANSWERS in there:
-        there.add("ground_truth")
-    return next((name for name in signature.columns if name not in there), "")
 
 
 def _parameters_of(function: Callable[..., Any]) -> Parameters:

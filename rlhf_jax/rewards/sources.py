@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from rlhf_jax.config.schema import Config
 from rlhf_jax.rewards.children import Child, start_process
 from rlhf_jax.rewards.combination import READY, Scorer
-from rlhf_jax.rewards.signatures import CHOICE, Signature, missing_column
+from rlhf_jax.rewards.signatures import ANSWERS, CHOICE, Signature
 from rlhf_jax.rewards.workers import Workers
 from rlhf_jax.runtime.extensions import split_name
 
@@ -127,11 +127,12 @@ def check_sources(config: Config) -> dict[str, Signature]:
 
 def check_columns(signatures: Mapping[str, Signature], rows: Sequence[Mapping[str, Any]]) -> None:
     """Raise ValueError where a function names a column that none of the prompts' rows has."""
+    there = {name for row in rows for name in row}
+    answers = {"ground_truth"} if ANSWERS in there else set()
     for spec, signature in signatures.items():
-        if missing := missing_column(signature, rows):
-            there = ", ".join(sorted({str(name) for row in rows for name in row}))
+        for missing in [name for name in signature.columns if name not in there | answers]:
             raise ValueError(
                 f"Reward {spec!r} has a parameter {missing!r}, which is no column of the prompts"
-                f" ({there}): rename it, give it a default, or map the column by data.columns;"
-                f" a reward may name {CHOICE}."
+                f" ({', '.join(sorted(map(str, there)))}): rename it, give it a default, or map the"
+                f" column by data.columns; a reward may name {CHOICE}."
             )

@@ -134,8 +134,7 @@ class Workers:
 
         A call of several answers begins when it has them all; siblings: as `EarlyCalls` wants them.
         """
-        whole = self._early.add(self.signature().form, key, answer, siblings)
-        if whole:
+        if whole := self._early.add(self.signature().form, key, answer, siblings):
             number = self._enqueue([answer for _, answer in whole])
             self._begun[number] = [key for key, _ in whole]
 

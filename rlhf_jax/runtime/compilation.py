@@ -1,4 +1,8 @@
-"""Say how programs are compiled and where they are kept, and compile them ahead of their data."""
+"""Say how programs are compiled and where they are kept, and compile them ahead of their data.
+
+The code of a run describes its programs once: it gives each to an `Execute` with its arguments.
+`run_now` runs it, `compile_only` compiles it of shapes; a plan traces it for devices not here.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from rlhf_jax.runtime import distributed
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia")
-# Calls a jitted function with arguments, or compiles it for them.
+# Calls a jitted function with arguments, or compiles or traces it for them.
 Execute = Callable[..., Any]
 
 
@@ -54,6 +59,11 @@ def compile_only(function: jax.stages.Wrapped, *arguments: Any, **options: Any) 
         return jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=place if held else None)
 
     return jax.tree.map(shape, lowered.out_info, places)
+
+
+def zeros(tree: Any) -> Any:
+    """Return a tree with zeros of the host in place of shapes, as a run reads its results."""
+    return jax.tree.map(lambda shape: np.zeros(shape.shape, shape.dtype), tree)
 
 
 def shapes(tree: Any, rows: int | None = None) -> Any:

@@ -87,11 +87,6 @@ def load_named(spec: str, what: str) -> Any:
     return getattr(module, name)
 
 
-def code_digest(spec: str) -> str:
-    """Return 16 hexadecimal digits that tell the file of FILE.py:NAME from others."""
-    return file_digest(spec.rpartition(":")[0])
-
-
 def file_digest(name: str) -> str:
     """Return 16 hexadecimal digits that tell a file's content from others."""
     return hashlib.sha256(find(name).read_bytes()).hexdigest()[:16]

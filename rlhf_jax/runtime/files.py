@@ -47,6 +47,18 @@ def alone(folder: Path, workdir: str | Path) -> Iterator[None]:
         os.close(place)
 
 
+@contextlib.contextmanager
+def writing(
+    path: str | Path, advice: str = ": make room or name another workdir"
+) -> Iterator[None]:
+    """Turn an OSError within the context into one that names the path and says what to do."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise OSError(f"{path} cannot be written ({reason}){advice}.") from error
+
+
 def write_atomically(path: Path, content: bytes, durable: bool = False) -> None:
     """Write a file, so that whoever reads it finds the old content or the new one, whole.
 

@@ -28,17 +28,6 @@ from typing import Any, NamedTuple, TypeVar
 import msgpack
 import numpy as np
 
-__all__ = [
-    "LARGEST_MESSAGE",
-    "RemoteError",
-    "decode",
-    "describe_error",
-    "encode",
-    "rebuild_error",
-    "register",
-    "register_error",
-]
-
 LARGEST_MESSAGE = 1 << 30  # bytes of a message at most
 MOST_ITEMS = 1 << 20  # items of one list or dict at most; what has more is an array
 DEEPEST = 100  # values within values at most
@@ -244,10 +233,9 @@ def describe_error(error: Exception) -> RemoteError:
         arguments = (error.errno, error.strerror, os.fsdecode(error.filename))
     try:
         encode(arguments)
+        nearest_takes_them = nearest is type(error)
     except ValueError:
         nearest_takes_them = False
-    else:
-        nearest_takes_them = nearest is type(error)
     if not nearest_takes_them:
         arguments = (str(error),)
     return RemoteError(nearest.__name__, arguments, notes)
@@ -316,18 +304,12 @@ _FORMS: dict[str, _Form] = {
     ),
     "integer": _Form(int, lambda value: (hex(value),), lambda text: int(text, 16)),
     "datetime": _Form(datetime.datetime, _moment_parts, _build_moment),
-    "date": _Form(
-        datetime.date,
-        lambda day: (day.isoformat(),),
-        lambda text: datetime.date.fromisoformat(text),
-    ),
-    "time": _Form(
-        datetime.time, lambda at: (at.isoformat(),), lambda text: datetime.time.fromisoformat(text)
-    ),
+    "date": _Form(datetime.date, lambda day: (day.isoformat(),), datetime.date.fromisoformat),
+    "time": _Form(datetime.time, lambda at: (at.isoformat(),), datetime.time.fromisoformat),
     "timedelta": _Form(
         datetime.timedelta,
         lambda length: (length.days, length.seconds, length.microseconds),
-        lambda *parts: datetime.timedelta(*parts),
+        datetime.timedelta,
     ),
     "decimal": _Form(decimal.Decimal, lambda value: (str(value),), decimal.Decimal),
     "uuid": _Form(

@@ -18,8 +18,6 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["KEY", "KEY_FILE", "ForgedWord", "Signer", "read_secret"]
-
 KEY = "RLHF_JAX_KEY"  # an environment variable: the secret of a run
 KEY_FILE = "RLHF_JAX_KEY_FILE"  # or one that names a file with it
 SHORTEST_SECRET = 32  # characters

@@ -50,11 +50,7 @@ def _repeated(leaf: jax.Array) -> jax.Array:
 
 @functools.cache
 def _repeat_to(everywhere: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(_same, out_shardings=everywhere)
-
-
-def _same(leaf: jax.Array) -> jax.Array:
-    return leaf
+    return jax.jit(lambda leaf: leaf, out_shardings=everywhere)
 
 
 def to_leader(tree: Any) -> Any:

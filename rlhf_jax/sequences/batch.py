@@ -55,6 +55,28 @@ class Sequences:
             {name: chosen(name, column) for name, column in self.columns.items()},
         )
 
+    def past_end(self) -> Sequences:
+        """Return sequences of host arrays with the place behind the last token under the mask, too.
+
+        Before that place a model has read a whole sequence: there a scalar head says its worth.
+        """
+
+        def wider(name: str, column: Array) -> Array:
+            if declaration(name).per != "token":
+                return column
+            return np.pad(column, [(0, 0), (0, 1), *[(0, 0)] * (column.ndim - 2)])
+
+        mask = np.pad(self.mask, ((0, 0), (0, 1)))
+        ends = mask.shape[1] - np.argmax(mask[:, ::-1], axis=1)
+        rows = np.flatnonzero(mask.any(axis=1))
+        mask[rows, ends[rows]] = True
+        return dataclasses.replace(
+            self,
+            tokens=np.pad(self.tokens, ((0, 0), (0, 1))),
+            mask=mask,
+            columns={name: wider(name, column) for name, column in self.columns.items()},
+        )
+
     def on_host(self) -> Sequences:
         """Return the sequences as host arrays."""
         return jax.tree.map(np.asarray, self)

@@ -37,6 +37,9 @@ COLUMNS = {
     "rewards": Column(
         "sequence", "float32", "the rewards of whole samples; NaN where there is none"
     ),
+    "ended": Column("sequence", "bool", "whether a response has an end, and was not cut off"),
+    "kl_weight": Column("batch", "float32", f"the price of the KL divergence, a unit {_NATS}"),
+    "preference": Column("sequence", "float32", "1 of a chosen sequence, -1 of a rejected one"),
     "advantages": Column("token", "float32", "how much better than expected the token was"),
     "returns": Column("token", "float32", "what the critic is to predict before the token"),
     # of a minibatch, which micro-batches are parts of
@@ -44,7 +47,6 @@ COLUMNS = {
     "total_tokens": Column("batch", "float32", "tokens of the minibatch, which means are over"),
     "total_sequences": Column("batch", "float32", "sequences of the minibatch with such tokens"),
     "total_groups": Column("batch", "float32", "groups of the minibatch with such sequences"),
-    "kl_weight": Column("batch", "float32", "of the KL divergence in the loss"),
     # of a student
     "noise_keys": Column("token", "uint32", "(seed, sample id) of the token's noise", width=True),
     "positions": Column("token", "int32", "of the token in its sequence"),

@@ -9,22 +9,30 @@ import numpy as np
 from rlhf_jax.sequences.batch import Sequences
 
 
-def minibatches(batch: int, count: int, epochs: int, seed: int, step: int) -> Iterator[np.ndarray]:
-    """Yield the row indices [batch / count] of each minibatch of each epoch.
+def minibatches(
+    batch: int, count: int, epochs: int, seed: int, step: int, groups: np.ndarray | None = None
+) -> Iterator[np.ndarray]:
+    """Yield the row indices of each minibatch of each epoch.
 
-    Rows are shuffled anew every epoch, by (seed, step, epoch). ValueError where `count` does not
-    divide the rows.
+    Rows or, of the numbers `groups` [batch], whole groups are shuffled anew every epoch, by (seed,
+    step, epoch). ValueError where `count` does not divide their number.
     """
-    if batch % count:
+    members = None
+    if groups is not None:
+        members = [np.flatnonzero(groups == number) for number in np.unique(groups)]
+    units = batch if members is None else len(members)
+    if units % count:
+        what = "rows" if members is None else "groups"
         raise ValueError(
-            f"{batch} rows cannot be split into {count} equal minibatches; change one of the two."
+            f"{units} {what} cannot be split into {count} equal minibatches; change one of the two."
         )
     for epoch in range(epochs):
         random = np.random.default_rng([seed, step, epoch])
-        yield from random.permutation(batch).reshape(count, batch // count)
+        for chosen in random.permutation(units).reshape(count, units // count):
+            yield chosen if members is None else np.concatenate([members[one] for one in chosen])
 
 
-def with_shares(minibatch: Sequences, weights: np.ndarray, kl_weight: float) -> Sequences:
+def with_shares(minibatch: Sequences, weights: np.ndarray) -> Sequences:
     """Return a minibatch of host arrays with what its micro-batches must know of all of it.
 
     weights [B, T] float32 are of each token's loss in the minibatch's.
@@ -37,5 +45,4 @@ def with_shares(minibatch: Sequences, weights: np.ndarray, kl_weight: float) -> 
         total_tokens=np.array(max(1, mask.sum()), np.float32),
         total_sequences=np.array(max(1, present.sum()), np.float32),
         total_groups=np.array(max(1, len(groups)), np.float32),
-        kl_weight=np.array(kl_weight, np.float32),
     )

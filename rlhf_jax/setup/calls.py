@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Device, choose
 from rlhf_jax.config.schema import Config
-from rlhf_jax.config.validation import check_pipelined_objective
+from rlhf_jax.config.validation import check_pipelined_training
 from rlhf_jax.model import kernels as mesh_kernels
 from rlhf_jax.placement.pipelined import check_layers, check_pipelines, is_pipelined
 from rlhf_jax.placement.plan import Placement, Plan, check_kernels, check_models, check_parts
@@ -49,7 +49,7 @@ def place_calls(
     check_kernels(plan, source, device.platform)
     check_parts(plan, source, device.device_kind, in_slice)
     if is_pipelined(plan):
-        check_pipelined_objective(config)
+        check_pipelined_training(config)
     check_pipelines(plan, source)
     check_layers(plan, source, layers)
     if plan.parameters:

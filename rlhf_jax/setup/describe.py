@@ -5,22 +5,23 @@ from __future__ import annotations
 import jax
 
 from rlhf_jax import mesh as meshes
-from rlhf_jax.config import host, memory, memory_parts
+from rlhf_jax.config import derived, host, memory, memory_parts
+from rlhf_jax.config.algorithms import algorithm_of
 from rlhf_jax.config.schema import Config
+from rlhf_jax.config.sizes import abstract_weights
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.model.weights.source import digest
 from rlhf_jax.monitoring import console
 from rlhf_jax.placement.pipelined import is_pipelined
-from rlhf_jax.placement.plan import Plan
+from rlhf_jax.placement.plan import Plan, training_layout
 from rlhf_jax.runtime import distributed
-from rlhf_jax.setup.models import weight_shapes
 from rlhf_jax.setup.opened import Opened
 
 
 def print_setup(opened: Opened) -> None:
     """Print what the run will use; raise ValueError where it does not fit."""
     config = opened.config
-    layout = opened.layouts.policy_training
+    layout = training_layout(opened.layouts)
     policy = opened.policy
     parts = memory.fullest(config, opened.models, opened.plan, opened.layouts, opened.remat)
     device = jax.local_devices()[0]
@@ -41,7 +42,7 @@ def print_setup(opened: Opened) -> None:
         return
 
     model = f"{policy.config.num_layers} layers of {policy.config.width}"
-    weights = weight_shapes(policy.config, layout.dtype)
+    weights = abstract_weights(policy.config, layout.dtype)
     devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
     rows = [
         ("model", f"{policy.path.name} ({model}), {layout.dtype.name}"),
@@ -63,7 +64,7 @@ def print_setup(opened: Opened) -> None:
         ("remat", f"{'on' if opened.remat else 'off'}: {opened.remat_reason}"),
         ("memory", "\n".join(memory_parts.table(parts))),
     ]
-    title = opened.objective.title(config)
+    title = algorithm_of(config).title_of(config)
     console.describe(f"rlhf_jax: {title}, {config.steps} steps", rows)
 
 
@@ -71,19 +72,19 @@ def placement_rows(devices: str, plan: Plan) -> list[tuple[str, str]]:
     """Say which devices there are, and how they are split: alike for all calls, or call by call."""
     if not plan.is_uniform:
         return [("devices", devices), ("plan", "\n".join(plan.table()))]
-    shape = plan.placements["generation"].shape
+    shape = next(iter(plan.placements.values())).shape
     sizes = ", ".join(f"{name} {size}" for name, size in shape.items())
     pipelined = "; training in a pipeline, each slice a stage" if is_pipelined(plan) else ""
     return [("devices", f"{devices} ({sizes}{pipelined})")]
 
 
 def work_rows(config: Config) -> list[tuple[str, str]]:
-    """Say how much a step and all steps generate."""
-    generation = config.generation
-    samples = generation.prompts_per_step * generation.samples_per_prompt
-    tokens = samples * generation.max_new_tokens
+    """Say how much a step and all steps generate, or are given."""
+    samples = derived.samples(config)
+    tokens = samples * derived.response_tokens(config)
+    way = config.generation.strategy if derived.generates(config) else "given"
     return [
-        ("a step", f"{samples} samples, up to {tokens:,} tokens, {generation.strategy}"),
+        ("a step", f"{samples} samples, up to {tokens:,} tokens, {way}"),
         ("all steps", f"up to {config.steps * tokens:,} tokens"),
     ]
 

@@ -6,16 +6,14 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-import jax
 import optax
-from jax.typing import DTypeLike
 
 from rlhf_jax import mesh as meshes
 from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
+from rlhf_jax.config.sizes import abstract_weights
 from rlhf_jax.inference.values import critic_of
 from rlhf_jax.mesh import FLOAT32, Layout
-from rlhf_jax.model import transformer
 from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.weights.source import Source
 from rlhf_jax.placement.idle import put_aside
@@ -24,12 +22,12 @@ from rlhf_jax.setup.opened import Opened
 from rlhf_jax.training.distill import student_of
 from rlhf_jax.training.learn import trained
 from rlhf_jax.training.optimizer import make_optimizer
-from rlhf_jax.types import Model, ModelConfig, Trained
+from rlhf_jax.types import Model, Trained
 
 
 def load(source: Source, layout: Layout) -> Model:
     """Load weights as the layout splits them, in its dtype, each device reading its own part."""
-    shapes = weight_shapes(source.config, layout.dtype)
+    shapes = abstract_weights(source.config, layout.dtype)
     return source.load(layout.dtype, meshes.model_shardings(shapes, layout))
 
 
@@ -37,11 +35,6 @@ def load_idle(source: Source, layout: Layout, config: Config) -> Model:
     """Load a model that only scores, to where it waits until it does."""
     model = load(source, layout)
     return put_aside(model) if config.mesh.idle_on_host else model
-
-
-def weight_shapes(config: ModelConfig, dtype: DTypeLike) -> Model:
-    """Return the shapes and dtypes of a model, layers stacked."""
-    return jax.eval_shape(lambda: transformer.init(jax.random.key(0), config, dtype))
 
 
 def make_optimizers(opened: Opened) -> dict[str, optax.GradientTransformation | None]:
@@ -58,14 +51,14 @@ def make_optimizers(opened: Opened) -> dict[str, optax.GradientTransformation | 
     )
     steps = config.steps * of_update
     found: dict[str, optax.GradientTransformation | None] = {"policy": None}
-    if opened.objective.trains_policy:
+    if derived.trains(config, "policy"):
         found["policy"] = make(
             training.learning_rate,
             warmup_steps=training.warmup_steps,
             steps=steps - critic.steps_alone * of_update,
         )
-    if opened.critic is not None:
-        found["critic"] = make(critic.learning_rate, warmup_steps=critic.warmup_steps, steps=steps)
+    of_critics = make(critic.learning_rate, warmup_steps=critic.warmup_steps, steps=steps)
+    found |= dict.fromkeys(derived.trained_critics(config), of_critics)
     if opened.student is not None:
         rate = config.drafter.learning_rate
         found["drafter"] = (
@@ -83,21 +76,20 @@ def initial_models(
     they lie.
     """
     layouts = opened.layouts
-    layout = layouts.policy_training
     optimizers = make_optimizers(opened)
 
     def master(source: Source, layout: Layout) -> Model:
         return read(source, dataclasses.replace(layout, dtype=FLOAT32))
 
-    policy = trained(master(opened.policy, layout), optimizers["policy"], layout)
-    models = {"policy": policy}
-    if opened.critic is not None:
-        own = layouts.critic_training
-        models["critic"] = trained(
-            master(opened.critic, own), optimizers["critic"], own, part=_critic
-        )
+    models = {}
+    if layout := layouts.get("policy_training"):
+        models["policy"] = trained(master(opened.policy, layout), optimizers["policy"], layout)
+    for role in derived.trained_critics(opened.config):
+        own = layouts[f"{role}_training"]
+        models[role] = trained(master(opened.critic, own), optimizers[role], own, part=_critic)
     if opened.student is not None:
-        source = master(opened.drafter, layout) if opened.drafter else policy.weights
+        layout = layouts["policy_training"]
+        source = master(opened.drafter, layout) if opened.drafter else models["policy"].weights
         part = functools.partial(student_of, layers=opened.student.num_layers)
         models["drafter"] = trained(source, optimizers["drafter"], layout.unpipelined, part)
     return models
@@ -105,7 +97,7 @@ def initial_models(
 
 def source_shapes(source: Source, layout: Layout) -> Model:
     """Return the shapes of a source's weights as a layout has them."""
-    return weight_shapes(source.config, layout.dtype)
+    return abstract_weights(source.config, layout.dtype)
 
 
 def _critic(model: Model) -> Model:
@@ -121,14 +113,16 @@ def frozen_models(opened: Opened) -> dict[str, Model]:
     config = opened.config
     layouts = opened.layouts
     frozen = {}
-    if derived.needs_reference(config):
-        frozen["reference"] = load_idle(opened.policy, layouts.reference_inference, config)
+    for role in derived.scorers(config):
+        if role != "policy" and not derived.trains(config, role):
+            source = opened.policy if role == "reference" else opened.critic
+            frozen[role] = load_idle(source, layouts[f"{role}_inference"], config)
     if opened.student is None and opened.drafter is not None:
-        drafter = load(opened.drafter, layouts.generation)
-        frozen["drafter"] = decoding_weights(drafter, layouts.generation)
-    beside = config.drafter.learning_rate and not opened.objective.distills
+        drafter = load(opened.drafter, layouts["generation"])
+        frozen["drafter"] = decoding_weights(drafter, layouts["generation"])
+    beside = config.drafter.learning_rate and not derived.makes_drafter(config)
     if beside and opened.student is not None:
-        layout = layouts.policy_training.unpipelined
+        layout = layouts["policy_training"].unpipelined
         source = load(opened.drafter or opened.policy, layout)
         frozen["student"] = transfer(student_of(source, opened.student.num_layers), layout)
     return frozen

@@ -8,6 +8,7 @@ import hashlib
 import json
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,20 @@ import jax
 import numpy as np
 
 from rlhf_jax.config import derived, memory, validation
+from rlhf_jax.config.algorithms import algorithm_of
 from rlhf_jax.config.checks import require_texts
+from rlhf_jax.config.earlier import settled
 from rlhf_jax.config.identity import binding_settings
-from rlhf_jax.config.objectives import Objective, objective_of
 from rlhf_jax.config.schema import Config
 from rlhf_jax.config.sizes import PlannedRun, bubble_warnings
 from rlhf_jax.data.prompts import Prompts, tokenize
+from rlhf_jax.data.responses import read_given
 from rlhf_jax.data.rows import read
-from rlhf_jax.mesh import Layout
 from rlhf_jax.model.weights.source import Source, digest, open_source
-from rlhf_jax.placement.plan import CALLS, CallLayouts, Plan
+from rlhf_jax.placement.plan import CallLayouts, Plan, training_layout
 from rlhf_jax.rewards.sources import check_columns
 from rlhf_jax.runtime import distributed
+from rlhf_jax.runtime.checkpoint.folder import latest_document
 from rlhf_jax.runtime.files import find, is_remote
 from rlhf_jax.runtime.mirror import folder_of
 from rlhf_jax.setup.calls import count_devices, place_calls
@@ -41,13 +44,14 @@ class Opened:
     """Hold what a config describes, opened and checked; no weight is loaded."""
 
     config: Config
-    objective: Objective
     policy: Source
     drafter: Source | None
-    # None without one; the policy's own source where its trunk is taken
-    critic: Source | None
+    # of which each critic is made: the policy's own where its trunk is taken
+    critic: Source
     rewards: tuple[Source, ...]
     prompts: Prompts
+    # of each prompt the samples that are given with it; none where the policy writes them
+    given: list[list[np.ndarray]]
     held_out: Prompts | None
     # which devices each call has, and the layouts that follow
     plan: Plan
@@ -69,14 +73,25 @@ class Opened:
         """Return the shapes of all models."""
         drafter = self.student or (self.drafter and self.drafter.config)
         rewards = tuple(source.config for source in self.rewards)
-        return ModelConfigs(
-            self.policy.config, drafter, self.critic and self.critic.config, rewards
-        )
+        critics = dict.fromkeys(derived.critics(self.config), self.critic.config)
+        return ModelConfigs(self.policy.config, drafter, critics, rewards)
 
     @property
     def workdir(self) -> Path:
         """Return the folder in which all of the run lives; of a URL its copy on this machine."""
         return folder_of(self.config.workdir)
+
+
+def date_of_run(config: Config) -> str:
+    """Return the day that chat templates are told, YYYY-MM-DD: a run that goes on keeps its own.
+
+    It is the config's, else that of the run's latest checkpoint, else today: a run that was ended
+    before its first checkpoint has nothing to go on from.
+    """
+    if config.data.date:
+        return config.data.date
+    saved = latest_document(folder_of(config.workdir) / "checkpoints").get("identity", {})
+    return saved.get("data.date") or datetime.date.today().isoformat()
 
 
 def prepare(config: Config) -> Opened:
@@ -85,28 +100,32 @@ def prepare(config: Config) -> Opened:
     Raises ValueError or OSError, in one sentence, for the first thing that is wrong.
     """
     require_texts(config)
+    config = settled(config)
     derived.register_own(config)
     signatures = validation.validate(config, count_devices(), distributed.count())
-    objective = objective_of(config)
     policy = _open_dated(config.model.path, config)
     drafts = derived.has_drafter(config)
     drafter = open_source(config.drafter.path) if drafts and config.drafter.path else None
-    critic = None
-    if derived.needs_critic(config):
-        critic = open_source(config.critic.path) if config.critic.path else policy
     rewards = tuple(_open_dated(path, config) for path in config.reward.models)
+    prompts, given = read_given(
+        _read_prompts(config, policy, "train"),
+        algorithm_of(config).given,
+        policy.tokenizer,
+        policy.stop_tokens,
+        config.data.max_response_tokens,
+    )
 
     opened = Opened(
         config=config,
-        objective=objective,
         policy=policy,
         drafter=drafter,
-        critic=critic,
+        critic=open_source(config.critic.path) if config.critic.path else policy,
         rewards=rewards,
-        prompts=_read_prompts(config, policy, "train"),
+        prompts=prompts,
+        given=given,
         held_out=_read_prompts(config, policy, "eval") if config.evaluation.every else None,
         plan=Plan(0, {}),
-        layouts=CallLayouts(*[Layout()] * len(CALLS)),
+        layouts={},
         kernel_reasons={},
         remat=True,
         remat_reason="",
@@ -116,23 +135,27 @@ def prepare(config: Config) -> Opened:
             check_columns(signatures, prompts.rows)
     validation.validate_models(config, opened.models)
     validation.validate_student(config, policy.config, drafter and drafter.config)
+    return _placed(opened)
+
+
+def _placed(opened: Opened) -> Opened:
+    """Place the calls of a run on its devices, and settle whether layers are computed again."""
+    config = opened.config
     devices = jax.devices()
     slices = [getattr(device, "slice_index", 0) for device in devices]
     in_slice = slices.count(slices[0])
     plan, reasons = place_calls(config, opened.models, devices[0], len(devices), in_slice)
     layouts = plan.layouts(devices)
-    _warn_of_wide_slices(layouts.generation)
     limit = memory.memory_for_remat(config, jax.local_devices()[0])
     without = memory.fullest(config, opened.models, plan, layouts, remat=False)
     remat, reason = memory.settle_remat(config, without, limit)
-    run = PlannedRun(config, opened.models, layouts.generation, remat, layouts._asdict())
-    ends = policy.ends.warning(policy.path, has_stop_strings=bool(config.generation.stop_strings))
-    if distributed.leads():
-        for sentence in (*bubble_warnings(run), *filter(None, [ends])):
-            warnings.warn(sentence, stacklevel=1)
-    return dataclasses.replace(
+    opened = dataclasses.replace(
         opened, plan=plan, layouts=layouts, kernel_reasons=reasons, remat=remat, remat_reason=reason
     )
+    if distributed.leads():
+        for sentence in _doubts(opened):
+            warnings.warn(sentence, stacklevel=1)
+    return opened
 
 
 def _open_dated(path: str, config: Config) -> Source:
@@ -171,28 +194,38 @@ def _read_prompts(config: Config, policy: Source, key: str) -> Prompts:
     )
 
 
-def _warn_of_wide_slices(layout: Layout) -> None:
-    """Warn where every layer of generation waits for the network between processes."""
-    sharing = len(layout.owners)
-    across = sharing // layout.slices
-    if across > 1 and jax.devices()[0].platform != "tpu" and distributed.leads():
-        warnings.warn(
-            f"mesh.slices={layout.slices}: each slice spans {across} processes, and every layer"
-            f" waits for the network between them; mesh.slices={sharing} keeps it within one.",
-            stacklevel=1,
-        )
+def _doubts(opened: Opened) -> Iterator[str]:
+    """Say what a run does that hardly is meant: waits for networks, idles, or never ends a text."""
+    config = opened.config
+    layouts = opened.layouts
+    if layout := layouts.get("generation"):
+        sharing = len(layout.owners)
+        across = sharing // layout.slices
+        if across > 1 and layout.platform != "tpu":
+            yield (
+                f"mesh.slices={layout.slices}: each slice spans {across} processes, and every layer"
+                f" waits for the network between them; mesh.slices={sharing} keeps it within one."
+            )
+    yield from bubble_warnings(
+        PlannedRun(config, opened.models, training_layout(layouts), opened.remat, layouts)
+    )
+    source = opened.policy
+    stops = bool(config.generation.stop_strings)
+    if said := source.ends.warning(source.path, has_stop_strings=stops):
+        yield said
 
 
 def identity(opened: Opened) -> dict[str, Any]:
     """Return what a checkpoint must share with the run that goes on from it, by name."""
     # First what another difference may come of: templates that print the day make other prompts.
     found: dict[str, Any] = {"data.date": opened.config.data.date}
-    for name, model in (("policy", opened.policy), ("critic", opened.critic)):
+    critic = opened.critic if derived.critics(opened.config) else None
+    for name, model in (("policy", opened.policy), ("critic", critic)):
         shape = dataclasses.asdict(model.config) if model else {}
         found |= {f"the {name}'s {field}": value for field, value in shape.items()}
 
     found[ENDS] = list(opened.policy.stop_tokens)
-    loaded = {"policy": opened.policy, "critic": opened.critic}
+    loaded = {"policy": opened.policy, "critic": critic}
     loaded |= dict(zip(opened.config.reward.models, opened.rewards, strict=True))
     found |= {f"the weights of the {name}": digest(one) for name, one in loaded.items() if one}
 

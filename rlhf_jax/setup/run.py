@@ -9,20 +9,24 @@ from collections.abc import Callable
 
 from rlhf_jax.config import derived
 from rlhf_jax.data.batches import PromptStream
+from rlhf_jax.data.prompts import Prompts
+from rlhf_jax.generation.requests import GenerationConfig
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.inference.scoring import ScoringSettings
 from rlhf_jax.placement.lanes import lanes_of
 from rlhf_jax.rewards.combination import EagerScorer, Scorer, Term, weighted
 from rlhf_jax.rewards.models import RewardModel, model_scorer
-from rlhf_jax.rewards.samples import Rewards
+from rlhf_jax.rewards.samples import Rewards, penalise_and_clip
 from rlhf_jax.rewards.sharing import shared_out
 from rlhf_jax.rewards.sources import source_of
+from rlhf_jax.run import EvaluationSettings, Run
 from rlhf_jax.setup import settings
 from rlhf_jax.setup.models import frozen_models, load_idle
 from rlhf_jax.setup.opened import Opened
-from rlhf_jax.state import EvaluationSettings, Run
-from rlhf_jax.training.experience import AdvantageConfig, penalise_and_clip
-from rlhf_jax.training.settings import TrainingSettings
+from rlhf_jax.sources.ahead import RolloutsAhead
+from rlhf_jax.sources.drawn import SampleSource
+from rlhf_jax.sources.given import GivenSamples
+from rlhf_jax.sources.rollouts import Rollouts
 
 # Added to the seed by exclusive or: keeps evaluation's noise apart from training's.
 EVALUATION_SEED = 1 << 31
@@ -36,51 +40,74 @@ def make_run(
     remat: what the run began with. The stack ends the reward's processes; `alive` hears them work.
     """
     config = opened.config
-    generation = settings.generation_settings(opened, stack)
-    rewards = _rewards(opened, stack, alive)
     frozen = frozen_models(opened)
+    lanes = lanes_of(opened.plan)
+    scoring = ScoringSettings.from_config(config, opened.layouts)
+    stream = PromptStream(opened.prompts, settings.batches(opened))
+    generation = None
     evaluation = None
-    if opened.held_out is not None:
-        # By the reward, and by measures that are never trained on.
-        measures: dict[str, Scorer] = {
-            "reward": lambda responses: rewards.function(responses, {})[0]
-        }
-        for name, spec in config.reward.metrics.items():
-            scorer = source_of(spec).open(spec, config, alive)
-            measures[name] = shared_out(stack.enter_context(scorer))
-        asked = config.evaluation
-        evaluation = EvaluationSettings(
-            prompts=opened.held_out,
-            decoding=dataclasses.replace(
-                generation.decoding,
-                sampling=Sampling(asked.temperature, asked.top_k, asked.top_p),
-                seed=config.seed ^ EVALUATION_SEED,
-            ),
-            samples_per_prompt=asked.samples_per_prompt,
-            measures=measures,
-        )
+    source: SampleSource
+    if opened.given:
+        length = derived.text_tokens(config)
+        source = GivenSamples(stream, opened.given, length, opened.policy.tokenizer)
+    else:
+        generation = settings.generation_settings(opened, stack)
+        rewards = _rewards(opened, stack, alive)
+        reward_lanes = lanes.of_call.get("reward_inference", ())
+        source = Rollouts(stream, generation, rewards, scoring, frozen, reward_lanes)
+        if config.training.lag:
+            source = RolloutsAhead(**vars(source), steps=config.steps)
+        if opened.held_out is not None:
+            decoding = generation.decoding
+            evaluation = _evaluation(opened, opened.held_out, decoding, rewards, stack, alive)
     return Run(
         config=config,
-        objective=opened.objective,
-        prompts=PromptStream(opened.prompts, settings.batches(opened)),
+        source=source,
         generation=generation,
-        rewards=rewards,
-        scoring=ScoringSettings.from_config(config, opened.layouts),
-        advantage=AdvantageConfig.from_config(config),
-        training=TrainingSettings.from_config(config, opened.layouts, remat),
+        scoring=scoring,
         learners=settings.learners(opened, remat),
         frozen=frozen,
-        lanes=lanes_of(opened.plan),
+        lanes=lanes,
         next_kl_coefficient=settings.kl_controller(config),
-        distillation=settings.distillation(opened, remat),
+        distillation=settings.distillation(opened, remat, frozen.get("student")),
         evaluation=evaluation,
+    )
+
+
+def _evaluation(
+    opened: Opened,
+    held_out: Prompts,
+    decoding: GenerationConfig,
+    rewards: Rewards,
+    stack: contextlib.ExitStack,
+    alive: Callable[[], None],
+) -> EvaluationSettings:
+    """Start what measures held-out texts: the reward, and measures that are never trained on."""
+    config = opened.config
+    measures: dict[str, Scorer] = {}
+    if function := rewards.function:
+        measures["reward"] = lambda responses: function(responses, {})[0]
+    for name, spec in config.reward.metrics.items():
+        scorer = source_of(spec).open(spec, config, alive)
+        measures[name] = shared_out(stack.enter_context(scorer))
+    asked = config.evaluation
+    return EvaluationSettings(
+        prompts=held_out,
+        tokenizer=opened.policy.tokenizer,
+        decoding=dataclasses.replace(
+            decoding,
+            sampling=Sampling(asked.temperature, asked.top_k, asked.top_p),
+            seed=config.seed ^ EVALUATION_SEED,
+        ),
+        samples_per_prompt=asked.samples_per_prompt,
+        measures=measures,
     )
 
 
 def _rewards(opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], None]) -> Rewards:
     """Start the terms of the reward: sources such as functions, models on their devices."""
     config = opened.config
-    layout = opened.layouts.reward_inference
+    layout = opened.layouts.get("reward_inference", opened.layouts["policy_training"])
     reward = config.reward
     names = derived.term_names(config)
     models = {
@@ -101,8 +128,8 @@ def _rewards(opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], No
     scorers = [*map(shared_out, functions), *read]
     weights = map(float, reward.weights or (1.0,) * len(scorers))
     terms = [Term(*term) for term in zip(names, weights, scorers, strict=True)]
-    function = functools.partial(weighted, terms)
-    clip = functools.partial(penalise_and_clip, config=AdvantageConfig.from_config(config))
+    function = functools.partial(weighted, terms) if terms else None
+    clip = functools.partial(penalise_and_clip, missing_end=reward.missing_end, clip=reward.clip)
     return Rewards(
         function,
         opened.policy.tokenizer,

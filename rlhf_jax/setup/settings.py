@@ -7,10 +7,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from rlhf_jax.algorithms.policy_gradient import CRITIC_LOSS, POLICY_LOSS
 from rlhf_jax.config import derived
+from rlhf_jax.config.algorithms import algorithm_of
 from rlhf_jax.config.identity import plan_name
-from rlhf_jax.config.objectives import objective_of
 from rlhf_jax.config.schema import Config
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.generation.ahead import restore_samples
@@ -22,16 +21,17 @@ from rlhf_jax.generation.strategy import prior
 from rlhf_jax.generation.strategy.roofline import RATES
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.losses import kl
-from rlhf_jax.mesh import AXES
-from rlhf_jax.placement.plan import CallLayouts
+from rlhf_jax.mesh import AXES, Layout
+from rlhf_jax.placement.plan import training_layout
 from rlhf_jax.reallocation import planner
 from rlhf_jax.runtime import distributed
 from rlhf_jax.setup.models import make_optimizers
 from rlhf_jax.setup.opened import Opened
-from rlhf_jax.state import HostState, SpeculationState
+from rlhf_jax.state import GenerationState, HostState, SpeculationState, remembered
 from rlhf_jax.training.distill import DISTILLATION, Distillation
 from rlhf_jax.training.gradients import Learner
 from rlhf_jax.training.settings import TrainingSettings
+from rlhf_jax.types import Model
 
 # Tokens that are remembered of each held-out prompt: its last samples are the next one's drafts.
 ALL_TOKENS = 1 << 40
@@ -40,7 +40,7 @@ ALL_TOKENS = 1 << 40
 def batches(opened: Opened) -> Batches:
     """Make the order of the prompts."""
     config = opened.config
-    return Batches(len(opened.prompts), config.generation.prompts_per_step, config.seed)
+    return Batches(len(opened.prompts), derived.prompts(config), config.seed)
 
 
 def generation_settings(opened: Opened, stack: contextlib.ExitStack) -> GenerationSettings:
@@ -51,7 +51,7 @@ def generation_settings(opened: Opened, stack: contextlib.ExitStack) -> Generati
     """
     config = opened.config
     generation = config.generation
-    layout = opened.layouts.generation
+    layout = opened.layouts["generation"]
     compiler = None
     if derived.adaptive(config) and not config.deterministic:
         compiler = BackgroundCompiler()
@@ -59,10 +59,7 @@ def generation_settings(opened: Opened, stack: contextlib.ExitStack) -> Generati
     scoring_seconds = 0.0
     if generation.fuse_inference:
         # The time in which a slice scores a token under all models.
-        referred = [opened.policy.config] if derived.needs_reference(config) else []
-        critic = [opened.models.critic] if opened.models.critic else []
-        scored = [opened.policy.config] if derived.needs_old_logprobs(config) else []
-        models = [*scored, *referred, *critic, *opened.models.rewards]
+        models = opened.models.scorers(derived.calls(config))
         flops = sum(prior.work(model, layout.dtype.itemsize).token_flops for model in models)
         devices = layout.extent(AXES) / layout.slices
         scoring_seconds = flops / (RATES[layout.platform][1] * devices)
@@ -95,35 +92,37 @@ def _decoding(opened: Opened) -> GenerationConfig:
 def learners(opened: Opened, remat: bool) -> dict[str, Learner]:
     """Settle what is trained on the samples of a step, and how, by role."""
     optimizers = make_optimizers(opened)
-    settings = TrainingSettings.from_config(opened.config, opened.layouts, remat)
     found = {}
-    if optimizer := optimizers["policy"]:
-        waits = opened.config.critic.steps_alone
-        found["policy"] = Learner("policy", POLICY_LOSS, optimizer, settings, waits)
-    if optimizer := optimizers.get("critic"):
-        found["critic"] = Learner("critic", CRITIC_LOSS, optimizer, settings.of_critic)
+    for role, loss in algorithm_of(opened.config).losses.items():
+        optimizer = optimizers[role]
+        if role == "drafter" or optimizer is None:  # `distillation` has a student's
+            continue
+        layout = opened.layouts[f"{role}_training"]
+        settings = TrainingSettings.from_config(opened.config, layout, remat)
+        waits = opened.config.critic.steps_alone if role == "policy" else 0
+        found[role] = Learner(role, loss, optimizer, settings, waits)
     return found
 
 
-def distillation(opened: Opened, remat: bool) -> Distillation | None:
-    """Settle how a student learns; None where none does."""
+def distillation(opened: Opened, remat: bool, frozen: Model | None) -> Distillation | None:
+    """Settle how a student learns, that began as `frozen`; None where none does."""
     optimizer = make_optimizers(opened).get("drafter")
     if optimizer is None:
         return None
-    settings = student_settings(opened.config, opened.layouts, remat)
+    settings = student_settings(opened.config, opened.layouts["policy_training"], remat)
     learner = Learner("drafter", DISTILLATION, optimizer, settings)
-    return Distillation(learner, derived.student_samples(opened.config))
+    samples = derived.student_samples(opened.config)
+    return Distillation(learner, samples, frozen, alone=derived.makes_drafter(opened.config))
 
 
-def student_settings(config: Config, layouts: CallLayouts, remat: bool) -> TrainingSettings:
-    """Settle with what settings a student learns.
+def student_settings(config: Config, layout: Layout, remat: bool) -> TrainingSettings:
+    """Settle with what settings a student learns, where the policy is trained.
 
     One made for later learns as often as training says; one that is kept current beside the policy
     learns once.
     """
-    settings = TrainingSettings.from_config(config, layouts, remat)
-    settings = dataclasses.replace(settings, layout=settings.layout.unpipelined)
-    if objective_of(config).distills:
+    settings = TrainingSettings.from_config(config, layout.unpipelined, remat)
+    if derived.makes_drafter(config):
         return settings
     rows = min(derived.student_samples(config), settings.microbatch_rows)
     return dataclasses.replace(settings, epochs=1, minibatches=1, microbatch_rows=rows)
@@ -139,28 +138,33 @@ def kl_controller(config: Config) -> Callable[[float, float, int], float]:
 
 
 def initial_host_state(opened: Opened) -> HostState:
-    """Return what the host remembers before the first step.
-
-    Of earlier responses it keeps what look-ups read, or what samples that repeat noise replay.
-    """
+    """Return what the host remembers before the first step."""
     config = opened.config
-    generation = config.generation
-    replayed = generation.repeated_noise * (generation.max_new_tokens + 1)
-    evaluated = ALL_TOKENS if derived.replays(config) else 0
-    devices = opened.layouts.policy_training.devices
+    devices = training_layout(opened.layouts).devices
     where = f"{devices.shape} of {devices.flat[0].device_kind}"
     return HostState(
         step=0,
-        position=batches(opened).state(),
-        training=SpeculationState(
-            History(max(generation.history_tokens, replayed)), _selector(opened)
-        ),
-        evaluation=SpeculationState(History(evaluated), _selector(opened)),
+        position=batches(opened).start,
+        generation=_generation_state(opened) if derived.generates(config) else None,
         kl_start=config.kl.coefficient,
         kl_coefficient=config.kl.coefficient,
         remat=opened.remat,
         remat_devices=where if config.training.remat == "auto" else "",
         plan=plan_name(config),
+    )
+
+
+def _generation_state(opened: Opened) -> GenerationState:
+    """Return what generation leaves for later, before any.
+
+    Of earlier responses it keeps what look-ups read, or what samples that repeat noise replay.
+    """
+    generation = opened.config.generation
+    replayed = generation.repeated_noise * (generation.max_new_tokens + 1)
+    kept = History(max(generation.history_tokens, replayed))
+    evaluated = History(ALL_TOKENS if derived.replays(opened.config) else 0)
+    return GenerationState(
+        SpeculationState(kept, _selector(opened)), SpeculationState(evaluated, _selector(opened))
     )
 
 
@@ -181,7 +185,7 @@ def restored_host_state(opened: Opened, step: int, document: dict[str, Any]) -> 
     if (prompts, len(kept["ids"]) // prompts) != asked:
         return host
     ahead = restore_samples(kept, opened.prompts, generation.max_new_tokens)
-    return dataclasses.replace(host, ahead=ahead)
+    return dataclasses.replace(host, generation=dataclasses.replace(remembered(host), ahead=ahead))
 
 
 def _selector(opened: Opened) -> Selector | None:
@@ -192,8 +196,8 @@ def _selector(opened: Opened) -> Selector | None:
     decoding = _decoding(opened)
     costs = prior.costs(
         opened.models,
-        opened.layouts.generation.platform,
-        opened.layouts.generation.dtype.itemsize,
+        opened.layouts["generation"].platform,
+        opened.layouts["generation"].dtype.itemsize,
         {},
         decoding.max_rows,
         decoding.max_length,

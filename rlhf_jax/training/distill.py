@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import time
 from collections.abc import Callable
 from typing import cast as typed
 
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax.generation.speculative.sampling import Sampling, draw
+from rlhf_jax.generation.speculative.sampling import draw
 from rlhf_jax.mesh import place_rows
 from rlhf_jax.model.columns import map_tokens
 from rlhf_jax.model.decoding import completed
@@ -34,7 +35,7 @@ from rlhf_jax.training.gradients import Learner, sum_gradients
 from rlhf_jax.training.kinds import Share
 from rlhf_jax.training.optimizer import norms_and_finite, take_step
 from rlhf_jax.training.settings import TrainingSettings
-from rlhf_jax.types import Array, Model, ModelConfig, Trained
+from rlhf_jax.types import Array, Model, ModelConfig, Models, Trained
 
 __all__ = [
     "DISTILLATION",
@@ -56,6 +57,8 @@ class Distillation:
 
     learner: Learner  # its settings have epochs, minibatches, rows, temperature, dtype
     samples: int  # of a step that the student learns from
+    frozen: Model | None = None  # the student as it began, to compare with
+    alone: bool = False  # nothing else is trained
 
 
 class DistillationLoss:
@@ -134,7 +137,6 @@ def distill(
     distillation: Distillation,
     step: int,
     observe: Callable[[], None] = lambda: None,
-    frozen: Model | None = None,
 ) -> tuple[Trained, dict[str, float]]:
     """Train a student by the policy as it is now, on `samples` of the sequences of host arrays.
 
@@ -145,8 +147,8 @@ def distill(
     `drafter/loss`, in nats a token, and `drafter/acceptance` are of the first epoch, before each
     minibatch is learned from. The latter is the share of the tokens that the student draws too with
     the same noise: of drafts that replayable acceptance would take after a known text.
-    `drafter/acceptance_frozen` is the share of `frozen`, a student that never learns, on the same
-    rows. Where one is not finite the step was not taken: `drafter/not_finite` is all there is.
+    `drafter/acceptance_frozen` is the share of the student as it began, on the same rows. Where one
+    is not finite the step was not taken: `drafter/not_finite` is all there is.
     """
     learner = distillation.learner
     settings = learner.settings
@@ -167,7 +169,7 @@ def distill(
         return student, dict.fromkeys(names, 0.0)
 
     of_frozen = {}
-    if frozen is not None:
+    if (frozen := distillation.frozen) is not None:
         shares = [
             [share_drawn_alike(frozen, ends, part, settings=settings) for part in minibatch]
             for minibatch in batches
@@ -190,6 +192,39 @@ def distill(
     if not all(map(math.isfinite, metrics.values())):
         return student, {"drafter/not_finite": 1.0}
     return student.counted(), metrics
+
+
+def keep_current(
+    models: Models,
+    batch: Sequences,
+    distillation: Distillation,
+    step: int,
+    observe: Callable[[], None],
+) -> tuple[Models, dict[str, float]]:
+    """Let the student learn from the policy as it is now, after so many updates of it.
+
+    ValueError where one that is trained alone has a loss that is not finite.
+    """
+    start = time.perf_counter()
+    observe()
+    policy = models["policy"].weights
+    student, metrics = distill(models["drafter"], policy, batch, distillation, step, observe)
+    metrics["drafter/seconds"] = time.perf_counter() - start
+    if distillation.alone:
+        if "drafter/not_finite" in metrics:
+            raise ValueError("The student's loss is not finite; lower drafter.learning_rate.")
+        metrics["training/seconds"] = metrics["drafter/seconds"]
+    return {**models, "drafter": student}, metrics
+
+
+def drafter_age(models: Models, step: int, distilled_at: int) -> dict[str, float]:
+    """Count a student's updates, the policy's when the drafter last learned, and those since."""
+    version = int(to_host.fetch(models["drafter"].version)) if "drafter" in models else 0
+    return {
+        "drafter/version": version,
+        "drafter/policy_step": distilled_at,
+        "drafter/behind": step - distilled_at,
+    }
 
 
 def read_by_policy(
@@ -255,7 +290,7 @@ def _drawn_alike(
 
     It draws from its tempered logits `scores` [C, V] with the tokens' own noise.
     """
-    alike = draw(scores, key, positions, Sampling()).token == tokens
+    alike = draw(scores, key, positions, 1.0).token == tokens
     return (alike & mask).astype(jnp.float32)
 
 

@@ -9,7 +9,6 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.config.schema import Config
 from rlhf_jax.losses.advantages import ESTIMATORS, EstimatorConfig, whiten
 from rlhf_jax.losses.kl import KL, kl_k1, token_rewards
 from rlhf_jax.types import Array
@@ -23,39 +22,8 @@ class AdvantageConfig:
     estimation: EstimatorConfig
     kl_estimator: str = "k3"  # a name of `KL`
     kl_in_reward: bool = False  # The KL penalty is a part of the reward, not of the loss.
-    missing_end: float = 0.0  # taken from the reward of a response that was cut off
-    clip: float = 0.0  # Rewards lie within this distance of 0; 0 for no limit.
     whiten: bool = False  # Rewards are divided by their standard deviation over the batch.
     drop_overlong: bool = False  # Responses that were cut off are not trained on (DAPO, 3.4).
-
-    @classmethod
-    def from_config(cls, config: Config) -> AdvantageConfig:
-        """Settle how rewards become advantages."""
-        advantage = config.advantage
-        group = config.generation.samples_per_prompt
-        return cls(
-            estimator=advantage.estimator,
-            estimation=EstimatorConfig(
-                group, advantage.deviation, advantage.discount, advantage.gae_lambda
-            ),
-            kl_estimator=config.kl.estimator,
-            kl_in_reward=config.kl.place == "reward",
-            missing_end=config.reward.missing_end,
-            clip=config.reward.clip,
-            whiten=config.reward.whiten,
-            drop_overlong=config.training.drop_overlong,
-        )
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def penalise_and_clip(rewards: Array, finished: Array, config: AdvantageConfig) -> jax.Array:
-    """Return the rewards less `missing_end` where a response was cut off, and clipped: [B] float32.
-
-    rewards [B] float32; finished [B] bool is false where a response was cut off.
-    """
-    chex.assert_equal_shape([rewards, finished])
-    rewards = jnp.where(finished, rewards, rewards - config.missing_end)
-    return jnp.clip(rewards, -config.clip, config.clip) if config.clip else rewards
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -73,15 +41,14 @@ def compute_advantages(
 
     rewards [B] float32, finished [B] bool (the response has an end), mask [B, T] bool (its tokens),
     the rest [B, T] float32, kl_coefficient [] float32. The first three results are [B, T]. In
-    order: the penalty for a missing end, clipping, whitening, the KL penalty token by token, the
-    estimator. A sample whose reward is NaN, as scoring failed, is not trained on, nor are the
-    samples of a group that has fewer than two rewards to compare. The KL to the reference is []
-    float32, in nats: the mean over the samples that are trained on of the sum over tokens of k1,
-    which an adaptive coefficient steers; there is none without log-probs, which only a KL in the
-    reward needs. Without the reference's it is 0, and NaN where no sample is trained on.
+    order: whitening, the KL penalty token by token, the estimator. A sample whose reward is NaN, as
+    scoring failed, is not trained on, nor are the samples of a group that has fewer than two
+    rewards to compare. The KL to the reference is [] float32, in nats: the mean over the samples
+    that are trained on of the sum over tokens of k1, which an adaptive coefficient steers; there is
+    none without log-probs, which only a KL in the reward needs. Without the reference's it is 0,
+    and NaN where no sample is trained on.
     """
     chex.assert_rank([rewards, finished, mask], [1, 1, 2])
-    rewards = penalise_and_clip(rewards, finished, config)
     rewarded = ~jnp.isnan(rewards)
     if config.whiten:
         whitened = whiten(rewards, rewarded, shift_mean=False)

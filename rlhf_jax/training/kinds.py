@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from rlhf_jax.inference.logprobs import head_logprobs
 from rlhf_jax.inference.values import head_values
 from rlhf_jax.sequences.batch import PackedSequences
+from rlhf_jax.sequences.columns import declaration
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import Array, Model
 
@@ -55,9 +56,8 @@ class TokenTerms(NamedTuple):
     settings: TrainingSettings
 
     def column(self, name: str) -> Array | None:
-        """Return a column, 0 where masked out; None where there is none."""
-        found = self.batch.columns.get(name)
-        return None if found is None else jnp.where(self.batch.mask, found, 0)
+        """Return a column of tokens, 0 where masked out; None where there is none."""
+        return _column(self.batch, name)
 
     def mean(self, x: Array) -> jax.Array:
         """Compute the sum of x [S, W] over the mask, over the tokens of the whole minibatch: [].
@@ -107,10 +107,20 @@ class GroupTerms(NamedTuple):
     batch: PackedSequences
     settings: TrainingSettings
 
+    def column(self, name: str) -> Array | None:
+        """Return a column of tokens or sequences, 0 where there are none; None without one."""
+        return _column(self.batch, name)
+
     def per_sequence(self, x: Array) -> jax.Array:
         """Sum numbers of tokens [S, W] over each sequence: [S, R] float32."""
         tokens = jnp.where(self.batch.mask, x, 0.0)
         return _sum_by(tokens, self.batch.segment_ids, self.batch.sequences.shape[1])
+
+    def at_end(self, x: Array) -> jax.Array:
+        """Return the numbers of tokens [S, W] at each sequence's last predicted one: [S, R]."""
+        here = jnp.where(self.batch.mask, self.batch.segment_ids, -1)
+        after = jnp.pad(here[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
+        return self.per_sequence(jnp.where(here != after, x, 0.0))
 
     def per_group(self, x: Array) -> jax.Array:
         """Sum numbers of sequences [S, R] over each group of its line: [S, R], 0 behind these."""
@@ -165,6 +175,14 @@ def token_terms(
         head_dtype=jnp.float32,
     )
     return TokenTerms(jnp.where(batch.mask, logprobs, 0.0), entropy, batch, settings)
+
+
+def _column(batch: PackedSequences, name: str) -> Array | None:
+    """Return a column, 0 where tokens are masked out; None where there is none."""
+    found = batch.columns.get(name)
+    if found is None or declaration(name).per != "token":
+        return found
+    return jnp.where(batch.mask, found, 0)
 
 
 def is_maximum(name: str) -> bool:

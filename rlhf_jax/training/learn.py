@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rlhf_jax.losses.value import explained_variance
 from rlhf_jax.mesh import ONE_DEVICE, Layout, for_all_to_read, model_shardings
 from rlhf_jax.model.transformer import cast, stack
 from rlhf_jax.monitoring.parts import PhaseParts
@@ -123,7 +122,6 @@ def learn(
     learners: Learners,
     *,
     step: int,
-    kl_weight: float = 0.0,
     observe: Callable[[PhaseParts], None] = lambda parts: None,
     skipped: int = 0,
     stage_times: Mapping[str, StageTimes] | None = None,
@@ -132,10 +130,9 @@ def learn(
 
     The given models are used up. A minibatch's loss is a weighted sum, so the result does not
     depend on `microbatch_rows` or `length_bucket`. Gradients of the learners are taken one after
-    the other, or by pipelines at once where their layouts are pipelined. `kl_weight` is that of the
-    divergence in the loss. `observe` is called before each minibatch, with its micro-batches.
-    `step` counts updates and, with the seed, orders the rows; a learner whose `first_update` is
-    later leaves its model as it is.
+    the other, or by pipelines at once where their layouts are pipelined. `observe` is called before
+    each minibatch, with its micro-batches. `step` counts updates and, with the seed, orders the
+    rows; a learner whose `first_update` is later leaves its model as it is.
 
     A minibatch of which a number is not finite, any model's, is skipped: none takes a step.
     NonFiniteStep where more than `max_skipped` come in a row, of which `skipped` came before this
@@ -151,8 +148,8 @@ def learn(
     planned = []
     padding = []
     done = 0
-    for rows in _rows_of_minibatches(batch, settings, step, settings.epochs):
-        minibatch = _minibatch(models, batch.take(rows), present, kl_weight)
+    for rows in _rows_of_minibatches(batch, learners, step, settings.epochs):
+        minibatch = _minibatch(models, batch.take(rows), present)
         padding.append(minibatch.padding)
         observe(progress := PhaseParts(sum(map(len, minibatch.batches))))
         fused = minibatch.schedule(stage_times or {})
@@ -170,22 +167,14 @@ def learn(
         metrics |= {name: float(np.mean([own[name] for own in planned])) for name in planned[0]}
     metrics["training/minibatches_done"] = done - metrics["training/skipped"]
     metrics["training/padding"] = float(np.mean(padding)) if padding else 0.0
-    if "returns" in batch.columns:
-        columns = batch.columns
-        explained = explained_variance(columns["values"], columns["returns"], batch.mask)
-        metrics |= {"critic/explained_variance": explained} if math.isfinite(explained) else {}
     return models | {role: models[role].counted() for role in learners}, metrics
 
 
 def compile_update(models: Models, batch: Sequences, learners: Learners, step: int) -> None:
     """Compile what the first minibatch of `learn` runs, if any trains, and run nothing."""
     minibatch = _first_minibatch(models, batch, learners, step)
-    if minibatch is None:
-        return
-    gradients = list(minibatch.gradients(minibatch.schedule({}), execute=compile_only))
-    _, finite = norms_and_finite(gradients, compile_only)
-    for learner, gradient, flag in zip(minibatch.learners, gradients, finite, strict=True):
-        take_step(learner, models[learner.role], gradient, flag, compile_only)
+    if minibatch is not None:
+        _take_steps(models, minibatch, minibatch.schedule({}), execute=compile_only)
 
 
 def measure_update(
@@ -221,11 +210,17 @@ def _check_old(batch: Sequences, learners: Iterable[Learner]) -> None:
 
 
 def _rows_of_minibatches(
-    batch: Sequences, settings: TrainingSettings, step: int, epochs: int
+    batch: Sequences, learners: Learners, step: int, epochs: int
 ) -> Iterator[np.ndarray]:
     """Yield the rows of each minibatch that has tokens to learn from."""
+    settings = _settings(learners)
     order = minibatches(
-        len(batch.tokens), settings.minibatches, epochs, seed=settings.seed, step=step
+        len(batch.tokens),
+        settings.minibatches,
+        epochs,
+        seed=settings.seed,
+        step=step,
+        groups=np.asarray(batch.group) if _keeps_groups(learners) else None,
     )
     return (rows for rows in order if batch.mask[rows].any())
 
@@ -235,13 +230,11 @@ def _first_minibatch(
 ) -> Minibatch | None:
     """Return what an update of all learners trains on first; None of no tokens."""
     batch = batch.on_host()
-    rows = next(_rows_of_minibatches(batch, _settings(learners), step, epochs=1), None)
-    return None if rows is None else _minibatch(models, batch.take(rows), learners, kl_weight=0.0)
+    rows = next(_rows_of_minibatches(batch, learners, step, epochs=1), None)
+    return None if rows is None else _minibatch(models, batch.take(rows), learners)
 
 
-def _minibatch(
-    models: Models, minibatch: Sequences, learners: Learners, kl_weight: float
-) -> Minibatch:
+def _minibatch(models: Models, minibatch: Sequences, learners: Learners) -> Minibatch:
     """Cut a minibatch of host arrays into the micro-batches of each learner.
 
     All learners whose rows are split alike have the same, with the columns that any of them reads.
@@ -249,9 +242,9 @@ def _minibatch(
     settings = _settings(learners)
     weights = settings.aggregate(minibatch.mask, settings.max_new_tokens)
     reads = {name for one in learners.values() for name in one.loss.reads}
-    known = with_shares(minibatch.reading(*reads), weights, kl_weight)
+    known = with_shares(minibatch.reading(*reads), weights)
     rows = (settings.microbatch_rows, settings.length_bucket)
-    together = any(one.loss.whole_groups for one in learners.values())
+    together = _keeps_groups(learners)
     shards = [one.settings.layout.row_shards for one in learners.values()]
     packed = {count: pack(known, *rows, count, whole_groups=together) for count in set(shards)}
     return Minibatch(
@@ -262,8 +255,17 @@ def _minibatch(
     )
 
 
+def _keeps_groups(learners: Learners) -> bool:
+    """Tell whether a loss compares the sequences of a group."""
+    return any(one.loss.whole_groups for one in learners.values())
+
+
 def _take_steps(
-    models: Models, minibatch: Minibatch, fused: FusedSchedule | None, progress: PhaseParts
+    models: Models,
+    minibatch: Minibatch,
+    fused: FusedSchedule | None,
+    progress: PhaseParts | None = None,
+    execute: Execute = run_now,
 ) -> tuple[Models | None, dict[str, jax.Array]]:
     """Take a minibatch's step of each learner, or of none where a number is not finite.
 
@@ -272,17 +274,17 @@ def _take_steps(
     """
     metrics: dict[str, jax.Array] = {}
     gradients = []
-    given = minibatch.gradients(fused, progress)
+    given = minibatch.gradients(fused, progress, execute)
     for learner, gradient in zip(minibatch.learners, given, strict=True):
         metrics |= gradient.metrics
-        if _has_moved(learner, gradient):
+        if execute is run_now and _has_moved(learner, gradient):
             return None, gradient.metrics
         gradients.append(gradient)
-    norms, finite = norms_and_finite(gradients)
+    norms, finite = norms_and_finite(gradients, execute)
     models = dict(models)
     stepped = zip(minibatch.learners, gradients, norms, finite, strict=True)
     for learner, gradient, norm, flag in stepped:
-        models[learner.role] = take_step(learner, models[learner.role], gradient, flag)
+        models[learner.role] = take_step(learner, models[learner.role], gradient, flag, execute)
         metrics[learner.norm_metric] = norm
     return models, metrics
 
@@ -308,8 +310,7 @@ def _means(
     """Return each metric's mean over the minibatches that have it, or its maximum for `.../max`.
 
     Minibatches with a number that is not finite were skipped, and are only counted; `in_row` were
-    skipped before. NonFiniteStep where more than `max_skipped` come in a row. Without a minibatch a
-    few metrics are 0.
+    skipped before. NonFiniteStep where more than `max_skipped` come in a row.
     """
     taken = []
     for index, metrics in enumerate(history):
@@ -328,7 +329,7 @@ def _means(
                 batch,
                 models,
             )
-    means = {"loss/policy": 0.0, "kl/mean": 0.0, "gradient/norm": 0.0}
+    means = {}
     for name in dict.fromkeys(name for metrics in taken for name in metrics):
         values = [float(metrics[name]) for metrics in taken if name in metrics]
         means[name] = max(values) if is_maximum(name) else float(np.mean(values))

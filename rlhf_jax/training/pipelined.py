@@ -180,14 +180,22 @@ def _go_backward(pipe: list[RunningStage], place: int, number: int, execute: Exe
     pulled = None
     if own.stage.loss is None:
         pulled = send(pipe[place + 1].pulled.pop(number), own.stage.settings.layout)
-    told = {"stage": own.stage}
-    if own.total is None:
-        first, _ = backward.eval_shape(None, own.part, given, needed, pulled, **told)
-        begun = {"names": tuple(first.metrics), "layout": own.stage.settings.layout}
-        own.total = execute(no_gradient, own.part, **begun)
-    own.total, onward = execute(backward, own.total, own.part, given, needed, pulled, **told)
+    own.total, onward = run_backward(own, given, needed, pulled, execute)
     if onward is not None:
         own.pulled[number] = onward
+
+
+def run_backward(
+    own: RunningStage, given: Any, needed: PackedSequences, pulled: Any, execute: Execute
+) -> tuple[Gradient, jax.Array | None]:
+    """Run `backward` of a stage's micro-batch on its sum so far, which begins with nothing."""
+    told = {"stage": own.stage}
+    total = own.total
+    if total is None:
+        first, _ = backward.eval_shape(None, own.part, given, needed, pulled, **told)
+        begun = {"names": tuple(first.metrics), "layout": own.stage.settings.layout}
+        total = execute(no_gradient, own.part, **begun)
+    return execute(backward, total, own.part, given, needed, pulled, **told)
 
 
 def _tell_task(

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
+from rlhf_jax.config import derived
+from rlhf_jax.config.algorithms import algorithm_of
 from rlhf_jax.config.schema import Config
 from rlhf_jax.inference.logprobs import CHUNK
-from rlhf_jax.losses.advantages import ESTIMATORS
 from rlhf_jax.losses.aggregate import AGGREGATES, token_mean_weights
 from rlhf_jax.losses.kl import KL, kl_k3
-from rlhf_jax.losses.policy import LOSSES, PolicyLoss, ppo
 from rlhf_jax.mesh import ONE_DEVICE, Layout
-from rlhf_jax.placement.plan import CallLayouts
 
 
 def aggregate_name(config: Config) -> str:
     """Name how a minibatch's losses are summed: as the config says, else as its algorithm does."""
     asked = config.training.aggregate
-    by_loss = getattr(LOSSES[config.training.loss], "aggregate", "")
-    by_estimator = ESTIMATORS[config.advantage.estimator].aggregate
-    return asked if asked != "auto" else by_loss or by_estimator or "token_mean"
+    return algorithm_of(config).aggregate(config) if asked == "auto" else asked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +30,10 @@ class TrainingSettings:
     microbatch_rows: int = 8  # rows whose activations exist at one time
     length_bucket: int = 64  # Token slots of a micro-batch are a multiple of this.
     temperature: float = 1.0
-    loss: PolicyLoss = ppo  # of the policy, token by token: one of `LOSSES`
+    options: Any = None  # of the algorithm, which its losses read
     clip_low: float = 0.2
     clip_high: float = 0.2
     critic_clip: float = 0.2  # A value moves at most so far from what it was before the update.
-    critic_steps_alone: int = 0  # updates of the critic before the policy's first
     aggregate: Callable = token_mean_weights  # one of `AGGREGATES`: how tokens are weighed
     max_new_tokens: int = 1  # of the longest response that may be; `constant_weights` divides by it
     # The divergence in the loss: of `KL`, but not k1, whose gradient has mean zero.
@@ -48,14 +45,13 @@ class TrainingSettings:
     lag_clip: float = 2.0  # A token's importance weight is at most this, where samples are behind.
     max_skipped: int = 0  # minibatches in a row that may be skipped, as a number is not finite
     layout: Layout = ONE_DEVICE  # its dtype is the products'; weights are kept in float32
-    critic_layout: Layout | None = None  # where the critic is trained; None: as the policy
     remat: bool = True  # Only each layer's input is kept for the backward pass.
     chunk: int = CHUNK  # tokens whose logits exist at one time
     seed: int = 0
 
     @classmethod
-    def from_config(cls, config: Config, layouts: CallLayouts, remat: bool) -> TrainingSettings:
-        """Settle how policy and critic are updated; `remat` was settled for all that is trained."""
+    def from_config(cls, config: Config, layout: Layout, remat: bool) -> TrainingSettings:
+        """Settle how a model is updated there; `remat` was settled for all that is trained."""
         training = config.training
         return cls(
             epochs=training.epochs,
@@ -63,26 +59,19 @@ class TrainingSettings:
             microbatch_rows=training.microbatch_rows,
             length_bucket=training.length_bucket,
             temperature=config.generation.temperature,
-            loss=LOSSES[training.loss],
+            options=algorithm_of(config).options_of(config),
             clip_low=training.clip_low,
             clip_high=training.clip_high,
             critic_clip=config.critic.clip,
-            critic_steps_alone=config.critic.steps_alone,
             aggregate=AGGREGATES[aggregate_name(config)],
-            max_new_tokens=config.generation.max_new_tokens,
+            max_new_tokens=derived.response_tokens(config),
             kl_estimator=KL[config.kl.estimator],
             entropy_coefficient=training.entropy_coefficient,
             target_kl=training.target_kl,
             lag=training.lag,
             lag_clip=training.lag_clip,
             max_skipped=training.max_skipped,
-            layout=layouts.policy_training,
-            critic_layout=layouts.critic_training,
+            layout=layout,
             remat=remat,
             seed=config.seed,
         )
-
-    @property
-    def of_critic(self) -> TrainingSettings:
-        """Return how the critic is trained: as the policy, where the critic lies."""
-        return dataclasses.replace(self, layout=self.critic_layout or self.layout)

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from rlhf_jax.monitoring import sinks
 from rlhf_jax.monitoring.metrics import _event
-from rlhf_jax.monitoring.names import escaped
 from rlhf_jax.rewards.calls import RewardCall, RewardResults
 from rlhf_jax.rewards.combination import Response, Term, as_scores, weighted
 from rlhf_jax.rewards.results import metric_name
@@ -105,14 +104,14 @@ def accepted_by_wandb(name):
 
 # What makes a name fit for a tracker, and what refuses it there: the tracker's own check, if any.
 TRACKERS = {
-    "wandb": (lambda name: escaped(name, sinks.REFUSED_BY_WANDB), accepted_by_wandb),
-    "trackio": (lambda name: escaped(name, sinks.REFUSED_BY_TRACKIO), accepted_by_trackio),
+    "wandb": (lambda name: sinks.escaped(name, sinks.REFUSED_BY_WANDB), accepted_by_wandb),
+    "trackio": (lambda name: sinks.escaped(name, sinks.REFUSED_BY_TRACKIO), accepted_by_trackio),
     "mlflow": (
-        lambda name: escaped(name, sinks.REFUSED_BY_MLFLOW, sinks.LONGEST_NAME),
+        lambda name: sinks.escaped(name, sinks.REFUSED_BY_MLFLOW, sinks.LONGEST_NAME),
         accepted_by_mlflow,
     ),
     "mlflow's files": (
-        lambda name: escaped(f"a/{name}", sinks.REFUSED_BY_FILES, sinks.LONGEST_NAME),
+        lambda name: sinks.escaped(f"a/{name}", sinks.REFUSED_BY_FILES, sinks.LONGEST_NAME),
         accepted_by_mlflow,
     ),
 }

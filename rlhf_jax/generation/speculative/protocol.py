@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from rlhf_jax.generation.speculative.sampling import Sampling
+from rlhf_jax.generation.speculative.sampling import Truncation
 from rlhf_jax.mesh import ONE_DEVICE, Layout
 from rlhf_jax.runtime.compilation import Execute
 from rlhf_jax.types import Array, Cache, DecodeState, Emission, Model, Strategy
@@ -31,7 +31,7 @@ class DraftContext:
     strategy: Strategy
     siblings: Array  # [B, S] int32, rows that hold samples of the same prompt, -1 for none
     model: Model | None  # the draft model, with unrolled layers; None where no drafter needs one
-    sampling: Sampling
+    truncation: Truncation
     with_logits: bool = False  # whether acceptance reads the logits that drafts were drawn from
     layout: Layout = ONE_DEVICE
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlhf_jax.generation.speculative.sampling import (
-    Sampling,
+    Truncation,
     draw,
     log_probabilities,
     noise_bits,
@@ -46,7 +46,8 @@ def accept(
     draft_logits: Array | None,
     key: Array,
     position: Array,
-    sampling: Sampling,
+    temperature: Array,
+    truncation: Truncation,
 ) -> tuple[Array, Array, Array]:
     """Accept a path of `tokens[B, N+1]` (node 0, the root, is ignored; -1: no token) and end it.
 
@@ -54,9 +55,10 @@ def accept(
     transformers via speculative decoding", algorithm 1; Miao et al. 2024, "SpecInfer", algorithm 2;
     siblings without replacement as in Chen et al. 2024, "Sequoia", algorithm 2): a child x of the
     last accepted node is accepted with min(1, p(x) / q(x)); else p becomes norm((p - q)+) and q
-    loses x. `draft_logits[b, u]` is where u's children were drawn from, under the same `sampling`;
-    None says that each draft is a point mass (a lookup). `position[B]` is the place of the token
-    after the root; a node at depth d decides position + d. Parents stand before their children.
+    loses x. `draft_logits[b, u]` is where u's children were drawn from, under the same
+    `temperature[B]` and truncation; None says that each draft is a point mass (a lookup).
+    `position[B]` is the place of the token after the root; a node at depth d decides position + d.
+    Parents stand before their children.
 
     Returns draws `[B, N+1]` int32 (the token after each node of the accepted path, -1 off the
     path), their log-probabilities under the target's distribution (0 off the path) and the path's
@@ -66,7 +68,9 @@ def accept(
     logits = (target_logits, draft_logits)
 
     def distributions_at(node: Array | int) -> tuple[jax.Array, jax.Array | None]:
-        return jax.tree.map(lambda x: log_probabilities(x[:, node], sampling), logits)
+        return jax.tree.map(
+            lambda x: log_probabilities(x[:, node], temperature, truncation), logits
+        )
 
     def visit(walk: _Walk, node: Array) -> tuple[_Walk, None]:
         """Try one node in every row where it is a child of the last accepted node."""
@@ -102,7 +106,7 @@ def accept(
     walk, _ = lax.scan(visit, walk, jnp.arange(1, tokens.shape[1], dtype=jnp.int32))
 
     end = position + jnp.maximum(_column(tree.depth, walk.node), 0)
-    final = draw(jnp.log(walk.residual), key, end, Sampling(), levels=RESIDUAL_LEVELS).token
+    final = draw(jnp.log(walk.residual), key, end, 1.0, levels=RESIDUAL_LEVELS).token
     walk = _emit(walk, walk.node, final, jnp.ones_like(final, bool))
     return walk.draws, walk.logprobs, walk.node
 

@@ -22,7 +22,14 @@ from rlhf_jax.generation.speculative.drafters.search import SearchDrafter
 from rlhf_jax.generation.speculative.protocol import DraftContext, Execute, drafter_of, drafters_of
 from rlhf_jax.generation.speculative.results import Results, as_words
 from rlhf_jax.generation.speculative.rules import RULES
-from rlhf_jax.generation.speculative.sampling import Draw, Sampling, block_noise, draw, draw_inside
+from rlhf_jax.generation.speculative.sampling import (
+    UNTRUNCATED,
+    Draw,
+    Truncation,
+    block_noise,
+    draw,
+    draw_inside,
+)
 from rlhf_jax.generation.strategy.expected_gain import UNMEASURED
 from rlhf_jax.mesh import ONE_DEVICE, Layout, pin_rows
 from rlhf_jax.model import kernels as laid
@@ -66,7 +73,7 @@ def speculative_round(
         strategy,
         siblings,
         draft_model,
-        decoding.sampling,
+        decoding.sampling.truncation,
         with_logits=decoding.rule.reads_logits,
         layout=layout,
     )
@@ -87,7 +94,7 @@ def speculative_round(
         drafts,
         proposal.logits,
         trees.as_data(strategy, len(siblings)),
-        sampling=decoding.sampling,
+        truncation=decoding.sampling.truncation,
         stop_tokens=decoding.stop_tokens,
         rule=decoding.acceptance,
         verified=strategy.packed,
@@ -105,7 +112,7 @@ def speculative_round(
 
 @functools.partial(
     jax.jit,
-    static_argnames=("sampling", "stop_tokens", "rule", "verified", "layout"),
+    static_argnames=("truncation", "stop_tokens", "rule", "verified", "layout"),
     donate_argnames=("state",),
 )
 def run_round(
@@ -115,7 +122,7 @@ def run_round(
     draft_logits: Array | None,
     tree: Tree,
     *,
-    sampling: Sampling,
+    truncation: Truncation,
     stop_tokens: tuple[int, ...],
     rule: str = "replayable",
     verified: int = 0,
@@ -132,7 +139,7 @@ def run_round(
     nodes = jnp.concatenate([root, drafts], axis=1)
     packing = pack((nodes >= 0) & ~state.done[:, None], verified, layout) if verified else None
     outcome = verify(
-        target, state, nodes, tree, sampling=sampling, rule=rule, layout=layout, packing=packing
+        target, state, nodes, tree, truncation=truncation, rule=rule, layout=layout, packing=packing
     )
     if not RULES[rule].reads_logits:
         token = outcome.draw.token
@@ -147,7 +154,8 @@ def run_round(
             draft_logits,
             key=state.key,
             position=state.length,
-            sampling=sampling,
+            temperature=state.temperature,
+            truncation=truncation,
         )
 
     path = trees.path_to(tree, last)
@@ -163,7 +171,7 @@ def verify(
     nodes: Array,
     tree: Tree,
     *,
-    sampling: Sampling,
+    truncation: Truncation,
     rule: str,
     layout: Layout,
     packing: Packing | None = None,
@@ -171,7 +179,7 @@ def verify(
     """Call the target once, over nodes [B, N+1] of every row or those that are packed.
 
     Node 0 is the root, the others are drafts. The draw at a node of depth d decides the token at
-    position length + d, with that position's noise.
+    position length + d, with that position's noise and the row's temperature.
     """
     # A row that is done reads nothing.
     known = jnp.where(state.done, 0, state.length - 1)
@@ -180,30 +188,31 @@ def verify(
         cached, length=known, mask=cast(jax.Array, tree.ancestors), attend=attention
     )
     key = state.key[:, None]
+    temperature = jnp.broadcast_to(state.temperature[:, None], nodes.shape)
     positions = (state.length - 1)[:, None] + jnp.maximum(tree.depth, 0)
     if packing is not None:
         key = jnp.broadcast_to(key, (*nodes.shape, 2))
-        nodes, positions, key = map(packing.pack, (nodes, positions, key))
+        nodes, positions, key, temperature = map(packing.pack, (nodes, positions, key, temperature))
         attend = packing.attention(attend)
     layers = tuple((layer, None) for layer in state.cache)
     hidden, window = forward(target, nodes, positions, attend, layers)
 
-    if streams_head(layout, sampling, rule):
+    if streams_head(layout, truncation, rule):
         # Noise of the whole vocabulary, padding included.
-        noise = block_noise(key, positions + 1, len(target.embed)) if sampling.temperature else None
-        parts = laid.verify_head(layout)(target, hidden, noise, sampling.temperature)
-        drawn = draw_inside(parts, key, positions + 1, sampling)
+        noise = block_noise(key, positions + 1, len(target.embed))
+        parts = laid.verify_head(layout)(target, hidden, noise, temperature)
+        drawn = draw_inside(parts, key, positions + 1, temperature)
         scores = None
     else:
         scores = logits(target, hidden)
-        drawn = draw(scores, key, positions + 1, sampling)
+        drawn = draw(scores, key, positions + 1, temperature, truncation)
     if packing is not None:
         drawn = jax.tree.map(packing.unpack, drawn)
         scores = jax.tree.map(packing.unpack, scores) if RULES[rule].reads_logits else None
     return Verified(drawn, scores, window)
 
 
-def streams_head(layout: Layout, sampling: Sampling, rule: str) -> bool:
+def streams_head(layout: Layout, truncation: Truncation, rule: str) -> bool:
     """Say whether a round does without logits: a kernel draws from the hidden states.
 
     Truncation and rejection need all logits of a node at once.
@@ -211,8 +220,7 @@ def streams_head(layout: Layout, sampling: Sampling, rule: str) -> bool:
     return (
         layout.kernels.verify_head != "reference"
         and not RULES[rule].reads_logits
-        and not sampling.top_k
-        and sampling.top_p == 1
+        and truncation == UNTRUNCATED
     )
 
 

@@ -9,7 +9,9 @@ version changes a text. Drafter and target draw with the same noise, so that spe
 plain text (Daliri et al. 2025, "Coupling without communication and drafter-invariant speculative
 decoding").
 
-Leading axes `...` are free and broadcast: `[B]` for one token a row, `[B, N+1]` over a tree.
+Leading axes `...` are free and broadcast: `[B]` for one token a row, `[B, N+1]` over a tree. A
+temperature `[...]` float32, or one number, is data: rows of several temperatures are drawn by one
+program. Where it is 0, the token is the argmax.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.shapes import BLOCK
-from pallas_kernels.verify_head.reference import Parts, blocks, inside, parts_of
+from pallas_kernels.verify_head.reference import Parts, blocks, inside, parts_of, tempered
 from rlhf_jax.mesh import ONE_DEVICE, ROW_AXES, Layout
 from rlhf_jax.types import Array
 
@@ -33,11 +35,33 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampling:
-    """Describe the distribution that tokens are drawn from; static under jit.
+class Truncation:
+    """Say which tokens of a tempered distribution may be drawn; static under jit.
 
-    `temperature` 0 is the argmax; `top_k` 0 and `top_p` 1 keep every token. Raises ValueError for
-    a negative or infinite temperature, a negative top_k, or a top_p outside (0, 1].
+    `top_k` 0 and `top_p` 1 keep every token. Raises ValueError for a negative top_k, or a top_p
+    outside (0, 1].
+    """
+
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}; give 0 (off) or a positive number of tokens.")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p is {self.top_p}; give a number above 0 and at most 1 (off).")
+
+
+UNTRUNCATED = Truncation()
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """Describe the distribution that tokens are drawn from.
+
+    `temperature` is that of requests without one of their own; 0 is the argmax. `top_k` 0 and
+    `top_p` 1 keep every token. Raises ValueError for a negative or infinite temperature, a negative
+    top_k, or a top_p outside (0, 1].
     """
 
     temperature: float = 1.0
@@ -45,14 +69,19 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(
-                f"temperature is {self.temperature}; give 0 (greedy) or a positive number."
-            )
-        if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}; give 0 (off) or a positive number of tokens.")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p is {self.top_p}; give a number above 0 and at most 1 (off).")
+        check_temperature(self.temperature)
+        Truncation(self.top_k, self.top_p)
+
+    @property
+    def truncation(self) -> Truncation:
+        """Return what of it is static under jit: all but the temperature."""
+        return Truncation(self.top_k, self.top_p)
+
+
+def check_temperature(temperature: float) -> None:
+    """Raise ValueError for a temperature that is negative, infinite or no number."""
+    if not 0.0 <= temperature < float("inf"):
+        raise ValueError(f"temperature is {temperature}; give 0 (greedy) or a positive number.")
 
 
 class Draw(NamedTuple):
@@ -126,45 +155,51 @@ def _token_noise(chosen: Array, key: Array, position: Array, level: int) -> jax.
 # Distributions
 
 
-def truncate(logits: jax.Array, sampling: Sampling) -> jax.Array:
+def truncate(
+    logits: jax.Array, temperature: Array | float, truncation: Truncation
+) -> tuple[jax.Array, jax.Array | None]:
     """Return tempered logits `[..., V]` float32 with -inf outside top-k and top-p.
 
     They are what a draw perturbs. Top-k keeps exactly k tokens (of equal ones the lower ids); top-p
     then keeps, of the tempered distribution on those, the smallest set {z >= t} whose mass is at
-    least `top_p` (equal tokens stay together). The likeliest token is always kept. Temperature 0
-    gives the point mass: 0 at the argmax.
+    least `top_p` (equal tokens stay together). The likeliest token is always kept, and at
+    temperature 0 every token. Returns also the ids `[..., k]` int32 that top-k keeps, likeliest
+    first; None without top-k.
     """
-    return _truncate_with_ids(logits, sampling)[0]
-
-
-def log_probabilities(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """Return the log-probabilities `[..., V]` float32 that tokens are drawn with (-inf: never).
-
-    They are those of the truncated, renormalised distribution.
-    """
-    return jax.nn.log_softmax(truncate(logits, sampling))
-
-
-def _truncate_with_ids(logits: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array | None]:
-    """Return what `truncate` does, and the ids that top-k keeps, likeliest first."""
-    if sampling.temperature == 0:
-        # Two levels, because an argmax over the whole vocabulary is ten times slower.
-        parts = parts_of(logits, None)
-        ids = (parts.block * BLOCK + jnp.argmax(parts.inside, -1).astype(jnp.int32))[..., None]
-        return jnp.where(jnp.arange(logits.shape[-1]) == ids, 0.0, -jnp.inf), ids
-
-    z = candidates = logits.astype(jnp.float32) / sampling.temperature
+    whole = z = candidates = tempered(logits, temperature)
     ids = None
-    if sampling.top_k:
-        candidates, ids = lax.top_k(z, min(sampling.top_k, z.shape[-1]))
+    if truncation.top_k:
+        candidates, ids = lax.top_k(z, min(truncation.top_k, z.shape[-1]))
         # A minimum, not the last entry: a slice of top_k makes XLA sort the vocabulary on a CPU.
         edge = jnp.min(candidates, -1, keepdims=True)
         last_tie = jnp.max(jnp.where(candidates == edge, ids, -1), -1, keepdims=True)
         tokens = jnp.arange(z.shape[-1], dtype=ids.dtype)
         z = jnp.where((z > edge) | ((z == edge) & (tokens <= last_tie)), z, -jnp.inf)
-    if sampling.top_p < 1:
-        z = jnp.where(z >= _nucleus_edge(candidates, sampling.top_p)[..., None], z, -jnp.inf)
-    return z, ids
+    if truncation.top_p < 1:
+        z = jnp.where(z >= _nucleus_edge(candidates, truncation.top_p)[..., None], z, -jnp.inf)
+    return jnp.where(_is_greedy(temperature), whole, z), ids
+
+
+def log_probabilities(
+    logits: jax.Array, temperature: Array | float, truncation: Truncation = UNTRUNCATED
+) -> jax.Array:
+    """Return the log-probabilities `[..., V]` float32 that tokens are drawn with (-inf: never).
+
+    They are those of the truncated, renormalised distribution, at temperature 0 the point mass of
+    the argmax.
+    """
+    z = truncate(logits, temperature, truncation)[0]
+    tokens = jnp.arange(z.shape[-1], dtype=jnp.int32)
+    # By two reductions, because an argmax over the whole vocabulary is ten times slower.
+    best = z == jnp.max(z, -1, keepdims=True)
+    first = jnp.min(jnp.where(best, tokens, z.shape[-1]), -1, keepdims=True)
+    drawn = ~_is_greedy(temperature) | (tokens == first)
+    return jax.nn.log_softmax(jnp.where(drawn, z, -jnp.inf))
+
+
+def _is_greedy(temperature: Array | float) -> jax.Array:
+    """Say where a temperature `[...]` is 0: `[..., 1]` bool."""
+    return jnp.asarray(temperature)[..., None] == 0
 
 
 def _nucleus_edge(z: Array, top_p: float) -> jax.Array:
@@ -195,45 +230,43 @@ def draw(
     logits: jax.Array,
     key: Array,
     position: Array,
-    sampling: Sampling,
+    temperature: Array | float,
+    truncation: Truncation = UNTRUNCATED,
     levels: tuple[int, int] = (0, 1),
 ) -> Draw:
     """Draw one token a place: logits `[..., V]`, key `[..., 2]` uint32, position `[...]` int32.
 
     `position` is the place in the sample of the token that is drawn; `levels` are the noise levels
     of block and token and must differ. At temperature 0 the token is the argmax, of log-probability
-    0.
+    0, and the only one of its support.
     """
     _assert_ranks(logits, key, position)
-    if sampling.temperature == 0 and not sampling.top_k:
-        return draw_inside(parts_of(logits, None), key, position, sampling, levels[1])
-
-    z, ids = _truncate_with_ids(logits, sampling)
-    noise = block_noise(key, position, z.shape[-1], levels[0])
-    drawn = draw_inside(parts_of(z, noise), key, position, sampling, levels[1])
-    if ids is None or not sampling.top_k:
+    z, ids = truncate(logits, temperature, truncation)
+    parts = parts_of(z, block_noise(key, position, z.shape[-1], levels[0]), temperature)
+    drawn = draw_inside(parts, key, position, temperature, levels[1])
+    if ids is None:
         return drawn
-    kept = jnp.where(jnp.take_along_axis(z, ids, -1) > -jnp.inf, ids, -1)
-    return drawn._replace(support=_fill(kept, sampling.top_k))
+    among = jnp.take_along_axis(z, ids, -1) > -jnp.inf
+    among &= ~_is_greedy(temperature) | (jnp.arange(ids.shape[-1]) == 0)
+    return drawn._replace(support=_fill(jnp.where(among, ids, -1), truncation.top_k))
 
 
 def draw_inside(
-    parts: Parts, key: Array, position: Array, sampling: Sampling, level: int = 1
+    parts: Parts, key: Array, position: Array, temperature: Array | float, level: int = 1
 ) -> Draw:
     """Draw a token inside the block that `parts` chose: the second half of `draw`.
 
-    It needs no logits, so a kernel need not write them. Of `sampling` only temperature 0 matters
-    here. There is no support: whoever truncates has the logits.
+    It needs no logits, so a kernel need not write them. Of the temperature it only matters whether
+    it is 0. There is no support: whoever truncates has the logits.
     """
     _assert_ranks(parts.inside, key, position)
-    if sampling.temperature == 0:
-        token = parts.block * BLOCK + jnp.argmax(parts.inside, -1).astype(jnp.int32)
-        return Draw(token, jnp.zeros(token.shape, jnp.float32), None)
-
+    greedy = _is_greedy(temperature)
     chosen = parts.block[..., None]
-    scores = parts.inside + _token_noise(chosen, key, position, level)[..., 0, :]
+    noise = _token_noise(chosen, key, position, level)[..., 0, :]
+    scores = parts.inside + jnp.where(greedy, 0.0, noise)
     place = jnp.argmax(scores, -1)[..., None].astype(jnp.int32)
     logprob = jnp.take_along_axis(parts.inside, place, -1)[..., 0] - parts.normaliser
+    logprob = jnp.where(greedy[..., 0], 0.0, logprob)
     return Draw((chosen * BLOCK + place).squeeze(-1), logprob, None)
 
 
@@ -241,7 +274,8 @@ def rank(
     logits: jax.Array,
     key: Array,
     position: Array,
-    sampling: Sampling,
+    temperature: Array | float,
+    truncation: Truncation,
     count: int,
     layout: Layout = ONE_DEVICE,
 ) -> jax.Array:
@@ -254,15 +288,15 @@ def rank(
     largest logits. logits, key and position as for `draw`; axis 0 is rows of the layout.
     """
     _assert_ranks(logits, key, position)
-    if sampling.temperature == 0:
-        values, tokens = lax.top_k(logits, min(count, logits.shape[-1]))
-        return _fill(jnp.where(values > -jnp.inf, tokens, -1), count)
-
-    z = truncate(logits, sampling)
-    block_scores = jax.nn.logsumexp(blocks(z), -1) + block_noise(key, position, z.shape[-1])
+    z = truncate(logits, temperature, truncation)[0]
+    greedy = _is_greedy(temperature)
+    noisy = jax.nn.logsumexp(blocks(z), -1) + block_noise(key, position, z.shape[-1])
+    block_scores = jnp.where(greedy, jnp.max(blocks(z), -1), noisy)
     best, chosen = lax.top_k(block_scores, min(count, block_scores.shape[-1]))
 
-    raw = inside(z, chosen) + _token_noise(chosen, key, position, 1)
+    greedy = greedy[..., None]
+    noise = _token_noise(chosen, key, position, 1)
+    raw = inside(z, chosen) + jnp.where(greedy, 0.0, noise)
     first = jnp.max(raw, -1, keepdims=True)
     winner = jnp.arange(BLOCK) == jnp.argmax(raw, -1, keepdims=True)
     top = best[..., None]
@@ -270,7 +304,7 @@ def rank(
     truncated = top - jnp.maximum(shift, 0.0) - jnp.log1p(jnp.exp(-jnp.abs(shift)))
     # Rounding must not let a runner-up tie with its block's winner: rank 0 is the draw.
     truncated = jnp.where(winner, top, jnp.minimum(truncated, jnp.nextafter(top, -jnp.inf)))
-    scores = jnp.where(raw > -jnp.inf, truncated, -jnp.inf)
+    scores = jnp.where(greedy | (raw == -jnp.inf), raw, truncated)
     tokens = chosen[..., None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
     scores, tokens = (x.reshape(*x.shape[:-2], -1) for x in (scores, tokens))
     scores, places = _best_of_rows(scores, min(count, scores.shape[-1]), layout)

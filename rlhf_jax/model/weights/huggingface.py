@@ -42,12 +42,6 @@ def end_tokens(folder: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def padding_token(folder: Path) -> int | None:
-    """Return the token id that config.json names as padding; None where it names none."""
-    file = Path(folder) / "config.json"
-    return token_id(read_json(file), "pad_token_id", file)
-
-
 def repeated(folder: Path) -> dict[str, dict[str, Any]]:
     """Return what an export repeats of a folder's JSON files, by the file's name."""
     file = Path(folder) / "generation_config.json"

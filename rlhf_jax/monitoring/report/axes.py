@@ -153,18 +153,13 @@ def _apart(places: np.ndarray, height: int) -> np.ndarray:
     """
     if len(places) < 2 or np.diff(places).min() >= LABEL_PIXELS:
         return places
+    # Imported here, as it takes half a second and few charts need it.
+    from scipy.optimize import isotonic_regression
+
     steps = LABEL_PIXELS * np.arange(len(places))
     room = max(height - steps[-1], 0)
-    # Isotonic least squares: neighbours that meet are pooled, and share their mean.
-    pooled = [[place] for place in places - steps]
-    at = 1
-    while at < len(pooled):
-        if at and np.mean(pooled[at - 1]) > np.mean(pooled[at]):
-            pooled[at - 1 : at + 1] = [pooled[at - 1] + pooled[at]]
-            at -= 1
-        else:
-            at += 1
-    return np.clip([np.mean(part) for part in pooled for _ in part], 0, room) + steps
+    # Neighbours that meet are pooled, and share their mean.
+    return np.clip(isotonic_regression(places - steps).x, 0, room) + steps
 
 
 def percent(share: float | np.ndarray) -> str:

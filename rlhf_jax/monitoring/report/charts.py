@@ -104,14 +104,15 @@ def line_chart(
     return svg(spoken, height, *parts, end_labels(ends, frame))
 
 
-def lines_chart(title: str, lines: Sequence[tuple[str, Series]]) -> str:
-    """Draw the moving means of several (class, number by step); return an SVG.
+def lines_chart(title: str, note: str, lines: Sequence[tuple[str, Series]]) -> Chart:
+    """Draw the moving means of several (class, number by step), and name them.
 
-    It is '' of nothing and of what never changed.
+    Its SVG is '' of nothing and of what never changed.
     """
     lines = [(kind, line) for kind, line in lines if line]
+    legend = tuple((kind, line.name) for kind, line in lines)
     if all(is_constant(line) for _, line in lines):
-        return ""
+        return Chart(title, note, "", legend)
     frame = frame_of([line for _, line in lines], HEIGHT)
     parts = [grid(frame)]
     ends = []
@@ -133,7 +134,8 @@ def lines_chart(title: str, lines: Sequence[tuple[str, Series]]) -> str:
             if seen:
                 tip.append(f"{name} {reading(float(np.mean(seen)))}")
         parts.append(target(frame, left, right, "\n".join(tip)))
-    return svg(f"{title} by step", HEIGHT, *parts, end_labels(ends, frame))
+    drawn = svg(f"{title} by step", HEIGHT, *parts, end_labels(ends, frame))
+    return Chart(title, note, drawn, legend)
 
 
 def share_chart(
@@ -151,18 +153,14 @@ def share_chart(
         return ""
     frame = Frame(0.0, float(len(names)), 0.0, 100.0, 25.0, height)
     edges = np.arange(len(names))[:, None] + np.array([0.0, 1.0])
-    above = np.cumsum([shares for _, shares in layers], 0)
-    bars = "".join(
-        f'<path class="{kind}" d="{_bars(edges, top - shares, top, frame)}"/>'
-        for (kind, shares), top in zip(layers, above, strict=True)
-    )
+    bars = _stacked(layers, edges, frame)
     labels = "".join(
         f'<text class="tick" x="{percent(frame.x(index + 0.5))}" y="{height + 20}" '
         f'text-anchor="middle">{html.escape(name)}</text>'
         for index, name in enumerate(names)
     )
     targets = "".join(target(frame, index, index + 1, tip) for index, tip in enumerate(tips))
-    return svg(title, height, value_grid(frame), labels, stretched(bars), targets)
+    return svg(title, height, value_grid(frame), labels, bars, targets)
 
 
 def stacked_chart(
@@ -190,11 +188,7 @@ def stacked_chart(
     half = (steps[-1] - steps[0]) / max(len(steps) - 1, 1) / 2 or 0.5
     frame = Frame(float(steps[0] - half), float(steps[-1] + half), 0.0, top, mark, HEIGHT)
     edges = np.array([[steps[part][0] - half, steps[part][-1] + half] for part in parts])
-    above = np.cumsum(means, 0)
-    bars = "".join(
-        f'<path class="{kind}" d="{_bars(edges, top - mean, top, frame)}"/>'
-        for kind, top, mean in zip(kinds, above, means, strict=True)
-    )
+    bars = _stacked(list(zip(kinds, means, strict=True)), edges, frame)
     targets = []
     for part, (left, right), bar in zip(parts, edges, means.T, strict=True):
         tip = [_when(steps[part])]
@@ -203,16 +197,11 @@ def stacked_chart(
             tip.append(f"together {say(float(bar.sum()))}")
         targets.append(target(frame, left, right, "\n".join(tip)))
     sums = Series("together", np.array([steps[part][0] for part in parts]), means.sum(0))
-    return svg(
-        f"{title} by step", HEIGHT, grid(frame), stretched(bars), *targets, spikes(sums, frame)
-    )
+    return svg(f"{title} by step", HEIGHT, grid(frame), bars, *targets, spikes(sums, frame))
 
 
-def lanes_chart(title: str, lanes: Sequence[Lane], right: float, heading: str) -> str:
-    """Draw lanes from 0 to `right`, their bars over a ground of class 'idle', as an SVG.
-
-    `heading` stands over their ends.
-    """
+def lanes_chart(title: str, lanes: Sequence[Lane], right: float) -> str:
+    """Draw lanes from 0 to `right`, their bars over a ground of class 'idle', as an SVG."""
     least, most, together = LANE_PIXELS
     pitch = min(max(together // len(lanes), least), most)
     frame = Frame(0.0, right, 0.0, float(len(lanes)), 1.0, pitch * len(lanes))
@@ -242,9 +231,9 @@ def lanes_chart(title: str, lanes: Sequence[Lane], right: float, heading: str) -
     for index, lane in enumerate(lanes):
         rows = f'y="{percent(index / len(lanes))}" height="{percent(1 / len(lanes))}"'
         tips += [target(frame, start, end, text, rows) for text, start, end in lane.tips]
-    words = f'<text class="tick" x="100%" dx="10" y="-9">{html.escape(heading)}</text>'
+    heading = '<text class="tick" x="100%" dx="10" y="-9">idle</text>'  # over the lanes' ends
     seconds = step_labels(frame, tick_step(0.0, right, MOST_STEP_LABELS))
-    labels = [_lane_labels(lanes, pitch), words, seconds]
+    labels = [_lane_labels(lanes, pitch), heading, seconds]
     return svg(title, frame.height, stretched("".join(paths)), *labels, *tips)
 
 
@@ -274,14 +263,20 @@ def _mean(line: Series, mean: np.ndarray, frame: Frame, kind: str = "") -> str:
     return stretched(f'<path class="{f"mean {kind}".rstrip()}" d="{bold}"/>')
 
 
-def _bars(edges: np.ndarray, low: np.ndarray, high: np.ndarray, frame: Frame) -> str:
-    """Return the path of bars between edges [n, 2] and heights [n], apart where they are few."""
+def _stacked(layers: Sequence[tuple[str, np.ndarray]], edges: np.ndarray, frame: Frame) -> str:
+    """Draw bars between edges [n, 2] of layers (class, heights [n]), apart where they are few."""
     left, right = UNITS * frame.x(edges.T)
     gap = (right - left) * (0.12 if len(edges) <= 60 else 0.0)
-    top = UNITS * frame.y(high)
-    bottom = UNITS * frame.y(low)
-    rows = zip(left + gap, top, right - left - 2 * gap, bottom - top, strict=True)
-    return "".join(f"M{x:.1f} {y:.1f}h{w:.1f}v{h:.1f}h{-w:.1f}z" for x, y, w, h in rows)
+    paths = ""
+    below = np.zeros(len(edges))
+    for kind, heights in layers:
+        bottom = UNITS * frame.y(below)
+        below = below + heights
+        top = UNITS * frame.y(below)
+        rows = zip(left + gap, top, right - left - 2 * gap, bottom - top, strict=True)
+        bars = "".join(f"M{x:.1f} {y:.1f}h{w:.1f}v{h:.1f}h{-w:.1f}z" for x, y, w, h in rows)
+        paths += f'<path class="{kind}" d="{bars}"/>'
+    return stretched(paths)
 
 
 def _dots(line: Series, frame: Frame) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rlhf_jax.monitoring.report.charts import Chart, lines_chart
-from rlhf_jax.monitoring.report.page import STEP_CHARTS, environment
+from rlhf_jax.monitoring.report.page import STEP_CHARTS, rendered
 from rlhf_jax.monitoring.report.run import RunRecord, read_run, series
 from rlhf_jax.runtime.files import write_atomically
 
@@ -27,8 +27,11 @@ class Comparison(NamedTuple):
     charts: list[Chart]
 
 
-def compare_runs(workdirs: Sequence[str | pathlib.Path]) -> Comparison:
-    """Compare runs by their files; errors are those of `read_run`."""
+def write_comparison(workdirs: Sequence[str | pathlib.Path], path: pathlib.Path) -> Comparison:
+    """Compare runs by their files, write that as one HTML file, and return it.
+
+    Errors are those of `read_run`, and OSError where the file cannot be written.
+    """
     runs = [read_run(workdir) for workdir in workdirs]
     names = [run.name for run in runs]
     if len(set(names)) < len(names):  # as of runs/a/run and runs/b/run
@@ -39,14 +42,8 @@ def compare_runs(workdirs: Sequence[str | pathlib.Path]) -> Comparison:
         for key in keys
         if key not in NO_MATTER and len({repr(run.config.get(key)) for run in runs}) > 1
     ]
-    return Comparison(names, differences, _parting(workdirs), _charts(runs, names))
-
-
-def write_comparison(workdirs: Sequence[str | pathlib.Path], path: pathlib.Path) -> Comparison:
-    """Write the comparison as one HTML file, and return it."""
-    found = compare_runs(workdirs)
-    text = environment().get_template("comparison.html").render(**found._asdict())
-    write_atomically(path, text.encode(errors="replace"))
+    found = Comparison(names, differences, _parting(workdirs), _charts(runs, names))
+    write_atomically(path, rendered("comparison.html", **found._asdict()))
     return found
 
 
@@ -63,10 +60,8 @@ def _charts(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Chart]:
         for index, (run, name) in enumerate(zip(runs, names, strict=True)):
             rows = run.evaluations if key.startswith("eval/") else run.metrics
             lines.append((f"other-{index % COLOURS}", series(rows, key, name)))
-        shown = [(kind, line) for kind, line in lines if line]
-        if len(shown) > 1:
-            legend = tuple((kind, line.name) for kind, line in shown)
-            drawn.append(Chart(title, note, lines_chart(title, shown), legend))
+        if sum(bool(line) for _, line in lines) > 1:
+            drawn.append(lines_chart(title, note, lines))
     return drawn
 
 

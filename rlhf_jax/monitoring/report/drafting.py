@@ -69,7 +69,7 @@ def charts(run: RunRecord) -> list[Chart]:
         for name, kind in kinds.items()
     ]
     note = "of a draft's first token, as the choice takes it"
-    drawn.append(_lines("Acceptance by drafter", note, lines))
+    drawn.append(lines_chart("Acceptance by drafter", note, lines))
     for key, title, note in GAINS:
         drawn.append(Chart(title, note, line_chart(title, series(run.metrics, key))))
     # The share of the policy's tokens that the student draws too, now and as it began.
@@ -78,13 +78,11 @@ def charts(run: RunRecord) -> list[Chart]:
         ("frozen", series(run.metrics, "drafter/acceptance_frozen", "as it began")),
     ]
     words = ["share of tokens drawn alike"]
-    version = series(run.metrics, "drafter/version")
-    if version:
+    if version := series(run.metrics, "drafter/version"):
         words.append(f"version {version.values[-1]:.0f}")
-    behind = series(run.metrics, "drafter/behind")
-    if behind:
+    if behind := series(run.metrics, "drafter/behind"):
         words.append(f"{behind.values[-1]:.0f} updates of the policy behind")
-    drawn.append(_lines("Acceptance of the student", ", ".join(words), lines))
+    drawn.append(lines_chart("Acceptance of the student", ", ".join(words), lines))
     return [chart for chart in drawn if chart.svg]
 
 
@@ -118,8 +116,7 @@ def table(rows: list[Row]) -> list[Outcome]:
         _outcome(strategy_label(key[-1]), key[-1], figures, every)
         for key, figures in ranked[:NAMED]
     ]
-    rare = [figures for _, figures in ranked[NAMED:]]
-    if rare:
+    if rare := [figures for _, figures in ranked[NAMED:]]:
         together = sum(rare, collections.Counter())
         found.append(_outcome(f"{len(rare)} others", "", figures=together, every=every))
     return found
@@ -194,13 +191,6 @@ def _shares(rows: list[Row], kinds: dict[str, str]) -> Chart:
     svg = stacked_chart(title, layers, kinds=drawn, say=lambda part: f"{part:.0f}%", whole=False)
     legend = tuple((kind, line.name) for kind, line in zip(drawn, layers, strict=True))
     return Chart(title, "% of a step's rounds", svg, legend)
-
-
-def _lines(title: str, note: str, lines: list[tuple[str, Series]]) -> Chart:
-    """Draw several (class, number by step), and name them."""
-    shown = [(kind, line) for kind, line in lines if line]
-    legend = tuple((kind, line.name) for kind, line in shown)
-    return Chart(title, note, lines_chart(title, shown), legend)
 
 
 def _outcome(label: str, name: str, figures: collections.Counter, every: float) -> Outcome:

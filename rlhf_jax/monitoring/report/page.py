@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -14,16 +15,14 @@ from rlhf_jax.monitoring.report.charts import Chart, line_chart, stacked_chart
 from rlhf_jax.monitoring.report.run import Row, RunRecord, Series, is_constant, read_run, series
 from rlhf_jax.monitoring.report.scales import duration, reading, signed, smooth
 from rlhf_jax.monitoring.report.warnings import warnings
-from rlhf_jax.runtime.files import write_atomically
+from rlhf_jax.runtime.files import write_atomically, writing
 
-ALGORITHMS = {
-    "gae": "PPO",
-    "grpo": "GRPO",
-    "dr_grpo": "Dr. GRPO",
-    "rloo": "RLOO",
-    "reinforce++": "REINFORCE++",
-    "reinforce++-baseline": "REINFORCE++ with baseline",
-}
+# (key, label) of what is before and after a run without held-out prompts: the first that it has.
+TRAINED = (
+    ("reward/mean", "Training reward"),
+    ("drafter/acceptance", "Tokens that the student draws, too"),
+    ("loss/policy", "Loss"),
+)
 STAGE_NAMES = ("generation", "inference", "training")
 # (key, title, what it counts) of the charts between the reward's and the stages'.
 STEP_CHARTS = (
@@ -56,20 +55,14 @@ def write_report(workdir: str | pathlib.Path) -> pathlib.Path:
     """
     run = read_run(workdir)
     path = pathlib.Path(workdir).expanduser() / "report.html"
-    text = render(run)
-    try:
-        # A lone surrogate becomes '?'.
-        write_atomically(path, text.encode(errors="replace"))
-    except OSError as error:
-        reason = error.strerror or error
-        raise OSError(
-            f"{path} cannot be written ({reason}); make room and give rlhf-jax report again."
-        ) from error
+    content = render(run)
+    with writing(path, "; make room and give rlhf-jax report again"):
+        write_atomically(path, content)
     return path
 
 
-def environment() -> jinja2.Environment:
-    """Return what renders the pages of this folder."""
+def rendered(page: str, **values: Any) -> bytes:
+    """Return the HTML of a page of this folder; a lone surrogate becomes '?'."""
     made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
         autoescape=True,
@@ -78,10 +71,10 @@ def environment() -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
     )
     made.filters |= {"reading": reading, "change": _change}
-    return made
+    return made.get_template(page).render(**values).encode(errors="replace")
 
 
-def render(run: RunRecord) -> str:
+def render(run: RunRecord) -> bytes:
     """Return the page's HTML."""
     # The config's rows (key, value) by section; the keys outside any section come first, under ''.
     sections: dict[str, list[tuple[str, str]]] = {"": []}
@@ -94,27 +87,24 @@ def render(run: RunRecord) -> str:
         if is_measure(key):
             line = series(run.evaluations, key)
             big += _before_after(f"Held-out {key.removeprefix('eval/')}", line, ends=True)
-    label = run.called("reward/mean", "Training reward")
-    big = big or _before_after(label, series(run.metrics, "reward/mean"))
-    return (
-        environment()
-        .get_template("page.html")
-        .render(
-            run=run,
-            facts=facts(run),
-            warnings=warnings(run),
-            figures={"big": big, "small": headline(run)},
-            charts=charts(run),
-            picture=timeline.picture(run),
-            words=timeline.words,
-            left_out=left_out(run),
-            drafting=drafting.charts(run) if drafting.drafts(run) else [],
-            outcomes=drafting.table(run.strategies) if drafting.drafts(run) else [],
-            others=other_charts(run),
-            pairs=pairs(run),
-            open_pairs=OPEN_PAIRS,
-            config=sections,
-        )
+    for key, label in TRAINED:
+        big = big or _before_after(label, series(run.metrics, key))
+    return rendered(
+        "page.html",
+        run=run,
+        facts=facts(run),
+        warnings=warnings(run),
+        figures={"big": big, "small": headline(run)},
+        charts=charts(run),
+        picture=timeline.picture(run),
+        words=timeline.words,
+        left_out=left_out(run),
+        drafting=drafting.charts(run) if drafting.drafts(run) else [],
+        outcomes=drafting.table(run.strategies) if drafting.drafts(run) else [],
+        others=other_charts(run),
+        pairs=pairs(run),
+        open_pairs=OPEN_PAIRS,
+        config=sections,
     )
 
 
@@ -127,7 +117,7 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
     strategy = str(config.get("generation.strategy", ""))
     rows = [
         ("model", pathlib.PurePath(str(config.get("model.path", ""))).name),
-        ("algorithm", run.title or ALGORITHMS.get(config.get("advantage.estimator", ""), "")),
+        ("algorithm", run.title),
         ("steps", f"{done:,} of {asked:,}" if unfinished else f"{done:,}"),
         ("drafting", "none" if strategy == "plain" else strategy),
         ("device", run.environment.get("device", "")),
@@ -143,8 +133,7 @@ def headline(run: RunRecord) -> list[Figure]:
     figures = []
     if kl := series(rows, "kl/mean"):
         last = reading(smooth(kl.values)[-1])
-        note = "" if "kl/mean" in run.names else "nats a token"
-        figures.append(Figure(run.called("kl/mean", "KL to the reference"), last, note=note))
+        figures.append(Figure("KL to the reference", last, note="nats a token"))
     length = series(rows, "response/length_mean")
     figures += _before_after("Response length", length, "tokens", judged=False)
 
@@ -182,16 +171,13 @@ def charts(run: RunRecord) -> list[Chart]:
         legend += [("mean", "training, smoothed"), ("raw", "each step")]
     if held_out:
         legend.append(("dot", "held-out prompts"))
-    heading = run.called("reward/mean", "Reward")
-    reward = line_chart(heading, trained, held_out, height=260)
-    drawn = [Chart(heading, "", reward, tuple(legend))]
+    reward = line_chart("Reward", trained, held_out, height=260)
+    drawn = [Chart("Reward", "", reward, tuple(legend))]
 
     fixed = run.config.get("generation.strategy") != "plain" and not drafting.drafts(run)
     for key, title, note in STEP_CHARTS + (drafting.GAINS if fixed else ()):
-        heading = run.called(key, title)
-        line = series(run.metrics, key, heading)
-        said = "" if key in run.names else note
-        drawn.append(Chart(heading, said, line_chart(heading, line)))
+        line = series(run.metrics, key, title)
+        drawn.append(Chart(title, note, line_chart(title, line)))
     drawn += timeline.charts(run.metrics)
     drawn.append(_stage_chart(run.metrics))
     return [chart for chart in drawn if chart.svg]
@@ -204,13 +190,8 @@ def other_charts(run: RunRecord) -> list[Chart]:
     shown |= {f"{stage}/seconds" for stage in STAGE_NAMES}
     own = drafting.DRAFTING_KEYS if drafting.drafts(run) else ()
     keys = sorted({key for row in run.metrics for key in row if not key.startswith(own)} - shown)
-    drawn = []
-    for key in keys:
-        heading = run.names.get(key, key)
-        small = line_chart(heading, series(run.metrics, key, heading), height=84)
-        if small:
-            drawn.append(Chart(heading, "", small))
-    return drawn
+    drawn = [Chart(key, "", line_chart(key, series(run.metrics, key), height=84)) for key in keys]
+    return [chart for chart in drawn if chart.svg]
 
 
 def left_out(run: RunRecord) -> list[str]:
@@ -271,13 +252,14 @@ def _total(rows: list[Row], key: str) -> float:
 
 
 def _stage_chart(rows: list[Row]) -> Chart:
-    """Draw the seconds of the steps that say them for every stage."""
-    timed = [row for row in rows if all(f"{stage}/seconds" in row for stage in STAGE_NAMES)]
-    layers = [series(timed, f"{stage}/seconds", stage) for stage in STAGE_NAMES]
+    """Draw the seconds of the steps that say them for every stage that the run has."""
+    names = [one for one in STAGE_NAMES if any(f"{one}/seconds" in row for row in rows)]
+    timed = [row for row in rows if all(f"{stage}/seconds" in row for stage in names)]
+    layers = [series(timed, f"{stage}/seconds", stage) for stage in names]
     spent = [float(layer.values.sum()) for layer in layers]
     shares = [
         f"{stage} {seconds / (sum(spent) or 1):.0%}"
-        for stage, seconds in zip(STAGE_NAMES, spent, strict=True)
+        for stage, seconds in zip(names, spent, strict=True)
     ]
     legend = tuple((f"layer-{index}", text) for index, text in enumerate(shares))
     drawn = stacked_chart("Time by stage", layers)

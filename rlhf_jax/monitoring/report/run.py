@@ -76,7 +76,6 @@ class RunRecord:
     date: datetime.date
     config: dict[str, Any]  # dotted names
     title: str  # of what it does; '' where an older run did not say
-    names: dict[str, str]  # of numbers that mean something else in it, by their key
     metrics: list[Row]  # a step each
     evaluations: list[Row]  # step and means, an evaluation each
     # none, one or two (step, samples); held out where `evaluations` is not empty
@@ -87,16 +86,11 @@ class RunRecord:
     # by which command, commit, versions and devices it was made
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def called(self, key: str, otherwise: str) -> str:
-        """Return the heading of a number: what this run calls it, or what others do."""
-        name = self.names.get(key, otherwise)
-        return name[:1].upper() + name[1:]
-
 
 def read_run(workdir: str | pathlib.Path) -> RunRecord:
     """Return the run in `workdir`, whatever it has of its files.
 
-    Those are config, objective, metrics, evaluations, samples, strategies and traces. Raises
+    Those are config, about, metrics, evaluations, samples, strategies and traces. Raises
     FileNotFoundError where there is neither config.json nor metrics.jsonl, ValueError at a damaged
     line; a torn last line is left out, since the run may be writing it.
     """
@@ -106,23 +100,20 @@ def read_run(workdir: str | pathlib.Path) -> RunRecord:
         raise FileNotFoundError(
             f"{folder} holds neither config.json nor metrics.jsonl; name the workdir of a run."
         )
-    objective = _document(folder / "objective.json")
+    about = _document(folder / "about.json") or _document(folder / "objective.json")
     evaluations, held_out = _evaluations(folder / "evaluations.jsonl")
     metrics = list(_rows(folder / "metrics.jsonl"))
     return RunRecord(
         name=folder.name,
         date=datetime.date.fromtimestamp(files[0].stat().st_mtime),
         config=_flat(_document(folder / "config.json")),
-        title=str(objective.get("title", "")),
-        names={key: str(name) for key, name in objective.get("names", {}).items()},
+        title=str(about.get("title", "")),
         metrics=metrics,
         evaluations=evaluations,
         samples=held_out or _first_and_last(folder / "samples.jsonl"),
         strategies=_strategies(folder / "strategies.jsonl"),
         trace=_latest_trace(folder / "timeline"),
-        environment={
-            str(key): str(value) for key, value in objective.get("environment", {}).items()
-        },
+        environment={str(key): str(value) for key, value in about.get("environment", {}).items()},
     )
 
 

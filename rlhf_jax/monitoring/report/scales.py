@@ -92,11 +92,8 @@ def extremes(values: np.ndarray, parts: list[slice]) -> np.ndarray:
 
     A line through them keeps each spike.
     """
-    positions = []
-    for part in parts:
-        positions.append(part.start + int(values[part].argmin()))
-        positions.append(part.start + int(values[part].argmax()))
-    return np.unique(np.array(positions))
+    ends = (np.argmin, np.argmax)
+    return np.unique([part.start + end(values[part]) for part in parts for end in ends])
 
 
 def axis_number(value: float, step: float) -> str:

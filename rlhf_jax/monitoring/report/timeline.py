@@ -40,12 +40,7 @@ class Busy:
     inference: np.ndarray
     training: np.ndarray
     idle: np.ndarray
-    row_seconds: np.ndarray  # of generation, times its live rows
-
-    @property
-    def rows(self) -> np.ndarray:
-        """Return [columns] live rows while it generated."""
-        return self.row_seconds / np.maximum(self.generate, 1e-12)
+    rows: np.ndarray  # live ones while it generated
 
 
 def picture(run: RunRecord) -> Chart | None:
@@ -61,12 +56,8 @@ def picture(run: RunRecord) -> Chart | None:
     most = int(trace.rows[trace.kind == "generate"].max(initial=1))
     top = (most - 1).bit_length()
     bounds = [1 << power for power in range(max(0, top - ROW_SHADES + 1), top + 1)]
-    svg = lanes_chart(
-        f"What the devices did in step {trace.step}",
-        _lanes(trace, shown, right, bounds),
-        right,
-        heading="idle",
-    )
+    title = f"What the devices did in step {trace.step}"
+    svg = lanes_chart(title, _lanes(trace, shown, right, bounds), right)
     least = [1, *(bound + 1 for bound in bounds)]
     sizes = [
         f"{a}–{b} rows" if a < b else f"{b} row{'s' * (b > 1)}"
@@ -87,11 +78,10 @@ def picture(run: RunRecord) -> Chart | None:
 
 def charts(rows: list[Row]) -> list[Chart]:
     """Draw idle time and what was moved by step, where there was any."""
-    lines = [(title, note, series(rows, key, title)) for key, title, note in SLICE_CHARTS]
     return [
         Chart(title, note, line_chart(title, line))
-        for title, note, line in lines
-        if line.values.any()
+        for key, title, note in SLICE_CHARTS
+        if (line := series(rows, key, title)).values.any()
     ]
 
 
@@ -109,10 +99,11 @@ def busy(part: Trace, edges: np.ndarray) -> Busy:
     kinds = {kind: part.kind == kind for kind in SPAN_KINDS}
     ones = np.ones(len(part))
     seconds = {kind: _within(part, chosen, ones, edges) for kind, chosen in kinds.items()}
-    rows = _within(part, kinds["generate"], part.rows, edges)
+    row_seconds = _within(part, kinds["generate"], part.rows, edges)
+    rows = row_seconds / np.maximum(seconds["generate"], 1e-12)
     idle = np.diff(edges) - sum(seconds.values())
     stages = [seconds[kind] for kind in ("generate", "inference", "training")]
-    return Busy(*stages, idle=np.maximum(idle, 0.0), row_seconds=rows)
+    return Busy(*stages, idle=np.maximum(idle, 0.0), rows=rows)
 
 
 def _lanes(trace: Trace, shown: np.ndarray, right: float, bounds: list[int]) -> list[Lane]:
@@ -208,8 +199,7 @@ def _tip(part: Trace, lane: str, column: int, seen: Busy, left: float, right: fl
         if seconds > 0:
             calls = dict.fromkeys(inside.name[inside.kind == kind])
             lines.append(f"{', '.join(calls).replace('_', ' ')} {share(seconds, whole)}")
-    came = _moved(part.where((part.began >= left) & (part.began < right)), "came")
-    if came:
+    if came := _moved(part.where((part.began >= left) & (part.began < right)), "came"):
         lines.append(came)
     lines.append(f"idle {share(seen.idle[column], whole)}")
     return "\n".join(lines)

@@ -32,7 +32,7 @@ def _kl(run: RunRecord) -> Iterator[str]:
     line = series(run.metrics, "kl/response")
     if not line:
         return
-    now = _recent(line.values)
+    now = _recent(run, "kl/response")
     early = float(line.values[: max(1, len(line) // 4)].max())
     if now > KL_NATS:
         yield (
@@ -74,15 +74,15 @@ def _alike(run: RunRecord) -> Iterator[str]:
 
 
 def _cut_off(run: RunRecord) -> Iterator[str]:
-    line = series(run.metrics, "response/unfinished")
-    if line and _recent(line.values) == 1:
+    part = _recent(run, "response/unfinished")
+    if part == 1:
         yield (
             "All responses are cut off: see whether one of the tokens that the run printed as"
             " “ends” as it began is the model's own, then raise generation.max_new_tokens."
         )
-    elif line and _recent(line.values) > 0.5:
+    elif part > 0.5:
         yield (
-            f"{share(_recent(line.values), 1)} of the responses are cut off: raise"
+            f"{share(part, 1)} of the responses are cut off: raise"
             " generation.max_new_tokens, or set reward.missing_end."
         )
 
@@ -103,19 +103,19 @@ def _saturated(run: RunRecord) -> Iterator[str]:
 
 
 def _without_signal(run: RunRecord) -> Iterator[str]:
-    line = series(run.metrics, "generation/groups_without_signal")
-    if line and _recent(line.values) > 0.5:
+    part = _recent(run, "generation/groups_without_signal")
+    if part > 0.5:
         yield (
-            f"{share(_recent(line.values), 1)} of the prompts teach nothing, as all their samples"
+            f"{share(part, 1)} of the prompts teach nothing, as all their samples"
             " earn the same: set generation.resample, or take harder or easier prompts."
         )
 
 
 def _mismatch(run: RunRecord) -> Iterator[str]:
-    line = series(run.metrics, "mismatch/mean")
-    if line and _recent(line.values) > MISMATCH_NATS:
+    apart = _recent(run, "mismatch/mean")
+    if apart > MISMATCH_NATS:
         yield (
-            f"Generation and training differ by {reading(_recent(line.values))} nats a token:"
+            f"Generation and training differ by {reading(apart)} nats a token:"
             " updates are off-policy by as much; look at model.compute_dtype and kernels."
         )
 
@@ -123,23 +123,23 @@ def _mismatch(run: RunRecord) -> Iterator[str]:
 def _failed(run: RunRecord) -> Iterator[str]:
     terms = {key for row in run.metrics for key in row if key.endswith("/failed")}
     for key in sorted(terms - {"reward/failed"}):
-        failed = float(series(run.metrics, key).values.sum())
-        if failed:
+        if failed := float(series(run.metrics, key).values.sum()):
             name = key.removeprefix("reward/").removesuffix("/failed")
             yield f"The reward {name} failed on {failed:,.0f} responses: samples.jsonl has them."
 
 
 def _skipped(run: RunRecord) -> Iterator[str]:
-    skipped = float(series(run.metrics, "training/skipped").values.sum())
-    if skipped:
+    if skipped := float(series(run.metrics, "training/skipped").values.sum()):
         yield (
             f"{skipped:,.0f} minibatches were skipped, as a number was not finite: look for a"
             " reward out of scale, or lower the learning rate."
         )
 
 
-def _recent(values: np.ndarray) -> float:
-    return float(np.mean(values[-RECENT:]))
+def _recent(run: RunRecord, key: str) -> float:
+    """Return what a number is at the end; 0 where the run has none."""
+    values = series(run.metrics, key).values[-RECENT:]
+    return float(np.mean(values)) if len(values) else 0.0
 
 
 CHECKS: tuple[Callable[[RunRecord], Iterator[str]], ...] = (

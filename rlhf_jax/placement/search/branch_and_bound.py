@@ -49,16 +49,14 @@ def search(problem: Problem, below: float = math.inf, limit: float = 60.0) -> Se
             seconds = bound
             continue
         call = order[len(chosen)]
-        grown = unlike_choices(problem, call, chosen)
-        bounded = [(lower_bound(problem, one), one) for one in grown]
-        # the least bound last, and the least memory of those that are equal
         bounded = [
-            pair
-            for pair in bounded
-            if pair[0] < seconds and most_bytes(problem, pair[1]) <= problem.memory
+            (least, one)
+            for one in unlike_choices(problem, call, chosen)
+            if (least := lower_bound(problem, one)) < seconds
+            and most_bytes(problem, one) <= problem.memory
         ]
-        bounded.sort(key=lambda pair: (pair[0], pair[1][call].memory), reverse=True)
-        waiting += bounded
+        # the least bound last, and the least memory of those that are equal
+        waiting += sorted(bounded, key=lambda pair: (pair[0], pair[1][call].memory), reverse=True)
     if not best and not waiting:
         return None
     proved = min([seconds, *(bound for bound, _ in waiting)])
@@ -113,7 +111,7 @@ def unlike_choices(problem: Problem, call: str, chosen: Placed) -> list[dict[str
     """
     unlike = set()
     found = []
-    for options in problem.by_part(call):
+    for options in problem.by_part[call]:
         one = options[0]  # of a part; all that have it share the same blocks
         for begun in (chosen, turned(chosen, one)):
             if begun is None or any(map(one.shares, problem.apart(call, begun))):

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from typing import NamedTuple
 
+from rlhf_jax.config import derived
 from rlhf_jax.config.hardware import Hardware
 from rlhf_jax.config.sizes import PlannedRun, row_share
 from rlhf_jax.generation.strategy import prior
@@ -25,7 +26,7 @@ from rlhf_jax.placement.search.traffic import (
     forward_traffic,
     gradient_traffic,
 )
-from rlhf_jax.types import ModelConfig, ModelConfigs
+from rlhf_jax.types import ModelConfig
 
 LATENCY = 5e-6  # seconds of a collective, however little it sends
 
@@ -37,6 +38,13 @@ class CallCost(NamedTuple):
     flops: float  # on all devices together
     received: float  # bytes that a device receives
     seconds: float
+
+
+class Work(NamedTuple):
+    """Hold what devices do together, in one program or several."""
+
+    flops: float  # on all of them together
+    traffic: Traffic  # that each of them receives from the others
 
 
 class Passes(NamedTuple):
@@ -53,13 +61,6 @@ class Passes(NamedTuple):
         return Tokens(rows * self.tokens, rows * self.predicted)
 
 
-class Rounds(NamedTuple):
-    """Count the rounds of generation, and the rows of each on one device."""
-
-    count: int
-    rows: int
-
-
 @dataclasses.dataclass(frozen=True)
 class PlacedRun:
     """Hold a run and the devices that it is to be on, whose chip must be known."""
@@ -73,18 +74,6 @@ class PlacedRun:
         assert self.hardware.chip is not None, "Seconds are predicted of known chips alone."
         return self.hardware.chip
 
-    @property
-    def samples(self) -> int:
-        """Return the samples of an iteration."""
-        generation = self.run.config.generation
-        return generation.prompts_per_step * generation.samples_per_prompt
-
-    @property
-    def mean_context(self) -> float:
-        """Return the tokens before the middle of a response."""
-        config = self.run.config
-        return config.data.max_prompt_tokens + config.generation.max_new_tokens / 2
-
     def computing(self, flops: float, share: float) -> float:
         """Return the seconds of products that all devices share, at a share of their peak."""
         return flops / (self.hardware.count * self.chip.flops * share)
@@ -94,41 +83,56 @@ class PlacedRun:
         inner = {"tensor": (), "fsdp": ("tensor",), "data": ("fsdp", "tensor")}
         group = self.run.layout.extent(axes)
         stride = self.run.layout.extent(inner[axes[-1]])
-        places = (self.hardware.count, self.hardware.nodes)
-        received = ring_bandwidth(self.chip, *places, group=group, stride=stride)
+        count = self.hardware.count
+        received = ring_bandwidth(self.chip, count, self.hardware.nodes, group, stride)
         return self.chip.efficiency.links * received
 
-    def seconds(self, flops: float, traffic: Traffic, share: float) -> float:
+    def seconds(self, work: Work, share: float) -> float:
         """Return the seconds of products and of what is sent.
 
         Weights and gradients are sent beside products; nothing else is done while activations are
         summed.
         """
-        weights = traffic.width / self.bandwidth("slices", "fsdp")
-        gradients = traffic.data / self.bandwidth("data")
-        sums = traffic.tensor / self.bandwidth("tensor")
-        return max(self.computing(flops, share), weights + gradients) + sums
+        weights = work.traffic.width / self.bandwidth("slices", "fsdp")
+        gradients = work.traffic.data / self.bandwidth("data")
+        sums = work.traffic.tensor / self.bandwidth("tensor")
+        return max(self.computing(work.flops, share), weights + gradients) + sums
+
+    def forward(self, model: ModelConfig, passes: Passes) -> Work:
+        """Return the work of a model's forward pass over one of the micro-batches."""
+        sharded = ShardedModel(model, self.run.layout, self.hardware.platform)
+        traffic = forward_traffic(sharded, passes.on_device(self.run.layout))
+        return Work(forward_flops(model, *passes[1:]), traffic)
+
+    def gradient(self, model: ModelConfig, passes: Passes) -> Work:
+        """Return the work of a model's gradient of one of the micro-batches."""
+        remat = self.run.remat
+        sharded = ShardedModel(model, self.run.layout, self.hardware.platform)
+        traffic = gradient_traffic(sharded, passes.on_device(self.run.layout), remat=remat)
+        return Work(gradient_flops(model, *passes[1:], remat=remat), traffic)
 
     def passes(self, updates: int = 1) -> Passes:
         """Count the micro-batches of all samples, cut into so many updates.
 
         Each is filled up to as many rows on every device, which those with fewer wait for.
         """
+        samples = derived.samples(self.run.config)
         shards = self.run.layout.row_shards
-        filled = shards * min(self.run.batch_rows, math.ceil(self.samples / shards))
-        count = updates * math.ceil(self.samples / updates / filled)
-        response = self.run.config.generation.max_new_tokens
-        return Passes(count, filled, self.run.text_tokens, response)
+        filled = shards * min(self.run.batch_rows, math.ceil(samples / shards))
+        count = updates * math.ceil(samples / updates / filled)
+        return Passes(count, filled, self.run.text_tokens, self.run.response_tokens)
 
-    def rounds(self, tokens_per_round: float) -> Rounds:
-        """Count rounds where slices have samples alike, in turns where rows are too few."""
+    def rounds(self) -> tuple[int, int]:
+        """Count rounds, and the rows of each on a device, where slices have samples alike.
+
+        Where rows are too few samples take turns.
+        """
         config = self.run.config.generation
         layout = self.run.layout
-        of_slice = math.ceil(self.samples / layout.slices)
+        of_slice = math.ceil(derived.samples(self.run.config) / layout.slices)
         rows = min(config.max_rows, of_slice)
         turns = math.ceil(of_slice / rows)
-        count = turns * math.ceil(config.max_new_tokens / tokens_per_round)
-        return Rounds(count, math.ceil(rows * layout.slices / layout.row_shards))
+        return turns * config.max_new_tokens, math.ceil(rows * layout.slices / layout.row_shards)
 
     def roofline(self) -> Roofline:
         """Return the roofline of a plain round on a device, with weights split over `tensor`."""
@@ -140,58 +144,28 @@ class PlacedRun:
         return Roofline.of_rates(work, reads, computes, of_row, of_call)
 
 
-def predict_call(placed: PlacedRun, call: str, tokens_per_round: float = 1.0) -> CallCost:
+def predict_call(placed: PlacedRun, call: str) -> CallCost:
     """Predict one call of an iteration, by its name in a plan, on the devices that it has."""
-    models = placed.run.models
     if call == "generation":
-        return generation_cost(placed, tokens_per_round)
-    if call == "reward_inference":
-        each = [inference_cost(placed, call, model) for model in models.rewards]
-        return CallCost(
-            call,
-            flops=sum(one.flops for one in each),
-            received=sum(one.received for one in each),
-            seconds=sum(one.seconds for one in each),
-        )
-    model = trained_model(call, models)
-    predict = training_cost if call.endswith("training") else inference_cost
-    return predict(placed, call, model)
-
-
-def trained_model(call: str, models: ModelConfigs) -> ModelConfig:
-    """Return the shape of the model that a call trains, or of which it is a copy."""
-    if not call.startswith("critic"):
-        return models.policy
-    assert models.critic is not None, "A call of the critic's has one."
-    return dataclasses.replace(models.critic, scalar_head=True, tied=False)
-
-
-def inference_cost(placed: PlacedRun, name: str, model: ModelConfig) -> CallCost:
-    """Predict a model's forward passes over all samples."""
-    passes = placed.passes()
-    layout = placed.run.layout
-    sharded = ShardedModel(model, layout, placed.hardware.platform)
-    flops = passes.count * forward_flops(model, *passes[1:])
-    traffic = forward_traffic(sharded, passes.on_device(layout)).times(passes.count)
-    seconds = placed.seconds(flops, traffic, share=placed.chip.efficiency.inference)
-    return CallCost(name, flops, traffic.total, seconds)
-
-
-def training_cost(placed: PlacedRun, name: str, model: ModelConfig) -> CallCost:
-    """Predict a model's gradients of all minibatches and epochs."""
+        return generation_cost(placed)
+    trains = call.endswith("_training")
     training = placed.run.config.training
-    layout = placed.run.layout
-    remat = placed.run.remat
-    passes = placed.passes(training.minibatches)
-    count = training.epochs * passes.count
-    sharded = ShardedModel(model, layout, placed.hardware.platform)
-    flops = count * gradient_flops(model, *passes[1:], remat=remat)
-    traffic = gradient_traffic(sharded, passes.on_device(layout), remat=remat).times(count)
-    seconds = placed.seconds(flops, traffic, share=placed.chip.efficiency.training)
-    return CallCost(name, flops, traffic.total, seconds)
+    passes = placed.passes(training.minibatches if trains else 1)
+    count = passes.count * (training.epochs if trains else 1)
+    efficiency = placed.chip.efficiency
+    share = efficiency.training if trains else efficiency.inference
+    flops = received = seconds = 0.0
+    idle = trains and call not in derived.learning_calls(placed.run.config)
+    for model in () if idle else placed.run.models.of(call):
+        one = placed.gradient(model, passes) if trains else placed.forward(model, passes)
+        work = Work(count * one.flops, one.traffic.times(count))
+        flops += work.flops
+        received += work.traffic.total
+        seconds += placed.seconds(work, share)
+    return CallCost(call, flops, received, seconds)
 
 
-def generation_cost(placed: PlacedRun, tokens_per_round: float) -> CallCost:
+def generation_cost(placed: PlacedRun) -> CallCost:
     """Predict the rounds of all samples and the prefill of their prompts.
 
     Weights are whole on each device but for `tensor`, over which a round sums activations.
@@ -199,22 +173,22 @@ def generation_cost(placed: PlacedRun, tokens_per_round: float) -> CallCost:
     config = placed.run.config
     policy = placed.run.models.policy
     prompts = config.generation.prompts_per_step
+    middle = config.data.max_prompt_tokens + config.generation.max_new_tokens / 2
     prefill = forward_flops(policy, prompts, config.data.max_prompt_tokens, predicted=1)
     work = prior.work(policy, itemsize=1)
-    decoded = placed.samples * config.generation.max_new_tokens
-    decoding = decoded * (work.token_flops + work.context_flops * placed.mean_context)
+    decoded = derived.samples(config) * config.generation.max_new_tokens
+    decoding = decoded * (work.token_flops + work.context_flops * middle)
 
-    rounds = placed.rounds(tokens_per_round)
+    rounds, rows = placed.rounds()
     tensor = placed.run.layout.extent("tensor")
     sums = (2 * policy.num_layers + 1) * (tensor > 1)
-    hidden = rounds.rows * policy.width * placed.run.layout.dtype.itemsize
+    hidden = rows * policy.width * placed.run.layout.dtype.itemsize
     received = received_bytes("all-reduce", hidden, tensor)
     sending = sums * (LATENCY + received / placed.bandwidth("tensor"))
-    context = rounds.rows * placed.mean_context
-    working = placed.roofline().seconds(nodes=1, grid=1, rows=rounds.rows, context=context)
+    working = placed.roofline().seconds(nodes=1, grid=1, rows=rows, context=rows * middle)
     prefilling = placed.computing(prefill, placed.chip.efficiency.inference)
-    seconds = rounds.count * (float(working) + sending) + prefilling
-    return CallCost("generation", prefill + decoding, rounds.count * sums * received, seconds)
+    seconds = rounds * (float(working) + sending) + prefilling
+    return CallCost("generation", prefill + decoding, rounds * sums * received, seconds)
 
 
 def forward_flops(model: ModelConfig, samples: int, tokens: int, predicted: int) -> float:

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from rlhf_jax.config import derived, memory, memory_parts
 from rlhf_jax.config.hardware import Hardware
@@ -16,25 +15,14 @@ from rlhf_jax.config.validation import check_rows
 from rlhf_jax.mesh import FLOAT32
 from rlhf_jax.placement.chips import is_box, ring_bandwidth
 from rlhf_jax.placement.pipelined import is_pipelined, trained
-from rlhf_jax.placement.plan import CALLS, Placement, Plan, check_parts
+from rlhf_jax.placement.plan import Placement, Plan, check_parts
 from rlhf_jax.placement.search.costs import PlacedRun, predict_call
 from rlhf_jax.placement.search.parts import is_aligned, part_sizes, part_starts, powers_of_two
 from rlhf_jax.placement.search.pipelines import JointTraining, joint_training
 from rlhf_jax.placement.search.schedule import Option, Placed, Problem
 from rlhf_jax.types import ModelConfigs
 
-# Calls to which trained weights come, and of which model.
-ARRIVALS = {"generation": "policy", "policy_inference": "policy", "critic_inference": "critic"}
-PIPELINES = "pipelines"  # the name under which what both trainings hold is remembered
 MOST_BLOCKS = 16  # that a machine is cut into
-
-
-class HeldBytes(NamedTuple):
-    """Hold the bytes of a call on each of its devices, as an option has them."""
-
-    always: int
-    working: int
-    kept: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +35,8 @@ class SearchSpace:
     base: Placement  # of all calls by the config's mesh; says dtype and kernels, too
     remat: bool
     room: float = 1.0  # the share of a device's memory that a plan may take
-    # bytes of what was priced, by call and placements: whatever chips can do, they are the same
-    held: dict[tuple[str, tuple[Placement, ...], bool], HeldBytes] = dataclasses.field(
-        default_factory=dict
-    )
+    # what `held_bytes` has found: whatever chips can do, it is the same
+    held: dict[tuple, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     @property
     def blocks(self) -> int:
@@ -73,7 +59,7 @@ class SearchSpace:
 
         Raises ValueError where no sharding splits the rows of a call evenly.
         """
-        options = {call: list(self.options(call)) for call in derived.calls(self.config)}
+        options = {call: list(self.options(call)) for call in self.calls}
         for call, found in options.items():
             if not found:
                 in_slice = self.hardware.count // self.base.slices
@@ -115,14 +101,13 @@ class SearchSpace:
         """Tell whether an option takes no more than another, wherever other calls are."""
         seconds = option.seconds
         least = other.seconds
-        model = "critic" if call.startswith("critic") else "policy"
-        if call == "generation":  # to which weights always move
+        role, _, stage = call.rpartition("_")
+        if stage == "training":
+            seconds += self.arrival_seconds(f"{role}_inference", other.placement)
+        else:
             seconds += option.arrival
+        if stage == "generation":  # to which weights always move
             least += other.arrival
-        elif call.endswith("_inference"):
-            seconds += option.arrival
-        elif call.endswith("_training"):
-            seconds += self.arrival_seconds(f"{model}_inference", other.placement)
         less = option.always <= other.always
         less = less and option.working <= other.working and option.kept <= other.kept
         return less and seconds <= least
@@ -155,7 +140,7 @@ class SearchSpace:
         generates = call == "generation"
         slices = self.base.slices if generates else 1
         in_node = self.hardware.count // self.hardware.nodes
-        models = [self.models.policy, *filter(None, [self.models.critic]), *self.models.rewards]
+        models = [*self.models.trunks.values(), *self.models.rewards]
         heads = math.gcd(*(model.num_kv_heads for model in models))
         width = math.gcd(*(model.width for model in models))
         for tensor in powers_of_two(min(count, in_node)):
@@ -183,75 +168,80 @@ class SearchSpace:
         return self._prices[call, at_first].at(placement.first // self.block_devices)
 
     @functools.cached_property
+    def calls(self) -> tuple[str, ...]:
+        """Return the calls of the run."""
+        return derived.calls(self.config)
+
+    @functools.cached_property
+    def sources(self) -> dict[str, str]:
+        """Return of each call to which trained weights come the one that trains them."""
+        trained = {call: f"{call.rpartition('_')[0] or 'policy'}_training" for call in self.calls}
+        return {call: own for call, own in trained.items() if own in self.calls and own != call}
+
+    @functools.cached_property
     def _prices(self) -> dict[tuple[str, Placement], Option]:
         return {}
 
     def _price(self, call: str, placement: Placement) -> Option:
         """Predict the seconds and the memory of a placement of a call."""
-        run = self._run(call, placement)
-        part = self.hardware.part(placement.count)
-        key = (call, (placement,), self.remat)
-        if key not in self.held:
-            parts = memory.plan(self.config, self.models, run.layouts, self.remat)
-            always = sum(one.bytes for one in parts if one.stage == "always")
-            working = sum(one.bytes for one in parts) - always
-            self.held[key] = HeldBytes(always, working, self.kept_bytes(call, run))
+        always, working = self.held_bytes({call: placement})
         return Option(
             placement,
             first=0,
             blocks=placement.count // self.block_devices,
-            seconds=predict_call(PlacedRun(run, part), call).seconds,
-            **self.held[key]._asdict(),
-            arrival=self.arrival_seconds(call, placement) if call in ARRIVALS else 0.0,
+            seconds=predict_call(self._placed(call, placement), call).seconds,
+            always=always,
+            working=working,
+            kept=self.kept_bytes(call, placement),
+            arrival=self.arrival_seconds(call, placement) if call in self.sources else 0.0,
         )
 
     def joint(self, placements: Mapping[str, Placement]) -> JointTraining:
         """Return what calls take that train as pipelines at once, wherever their devices lie."""
-        placed = []
-        for call, one in placements.items():
-            run = self._run(call, dataclasses.replace(one, first=0))
-            placed.append((call, PlacedRun(run, self.hardware.part(one.count))))
-        return joint_training(placed)
+        return joint_training([(call, self._placed(call, one)) for call, one in placements.items()])
 
-    def joint_bytes(self, placements: Mapping[str, Placement]) -> HeldBytes:
-        """Return the bytes on each device of calls that train as pipelines at once."""
-        alike = tuple(dataclasses.replace(one, first=0) for one in placements.values())
-        key = (PIPELINES, alike, self.remat)
-        if key not in self.held:
-            layouts = {call: one.layout(self.hardware.platform) for call, one in placements.items()}
+    def held_bytes(self, placements: Mapping[str, Placement]) -> tuple[int, int]:
+        """Return the bytes on each device of calls that have the same: always, and at work."""
+        alike = tuple((call, dataclasses.replace(one, first=0)) for call, one in placements.items())
+        if (alike, self.remat) not in self.held:
+            layouts = {call: self._run(call, one).layout for call, one in alike}
             parts = memory.plan(self.config, self.models, layouts, self.remat)
-            always = sum(one.bytes for one in parts if one.stage == "always")
-            self.held[key] = HeldBytes(always, sum(one.bytes for one in parts) - always, kept=0)
-        return self.held[key]
+            always = memory_parts.total(parts, "always")
+            working = sum(one.bytes for one in parts) - always
+            self.held[alike, self.remat] = (always, working)
+        return self.held[alike, self.remat]
 
     def joint_options(self, placements: Mapping[str, Placement]) -> dict[str, Option]:
         """Return calls that train as pipelines with what they take, which they do together.
 
         Each has its share of the seconds, and the first all of the memory.
         """
-        held = self.joint_bytes(placements)
+        held = self.held_bytes(placements)
         shares = self.joint(placements).shares
         options = {}
         for call, one in placements.items():
-            own = HeldBytes(0, 0, 0) if options else held
+            always, working = (0, 0) if options else held
             options[call] = Option(
                 one,
                 first=one.first // self.block_devices,
                 blocks=one.count // self.block_devices,
                 seconds=shares[call],
-                **own._asdict(),
+                always=always,
+                working=working,
             )
         return options
 
-    def kept_bytes(self, call: str, run: PlannedRun) -> int:
+    def kept_bytes(self, call: str, placement: Placement) -> int:
         """Return what stays while others are at work: copies that score, gradients that wait."""
-        if call == "generation":
-            return run.weights(self.models.policy, role="generation")
-        if call in ("policy_inference", "critic_inference"):
-            return run.weights(getattr(self.models, ARRIVALS[call]))
-        if call == "policy_training" and self.models.critic:
-            return run.weights(self.models.policy, FLOAT32)
-        return 0
+        if call in self.sources:
+            return self.arrival_bytes(call, placement)
+        waits = call in derived.learning_calls(self.config)[:-1]
+        run = self._run(call, placement)
+        return run.weights(self.models.of(call)[0], FLOAT32) if waits else 0
+
+    def _placed(self, call: str, placement: Placement) -> PlacedRun:
+        """Return the run of a placement of a call, and its part of the hardware."""
+        return PlacedRun(self._run(call, placement), self.hardware.part(placement.count))
 
     def _run(self, call: str, placement: Placement) -> PlannedRun:
         """Return the run as it is planned for a placement of a call."""
@@ -264,9 +254,7 @@ class SearchSpace:
 
         None where both calls have one placement and split weights alike.
         """
-        if call not in ARRIVALS:
-            return 0.0
-        source = chosen.get(f"{ARRIVALS[call]}_training")
+        source = chosen.get(self.sources.get(call, ""))
         alike = source and source.placement == option.placement and call != "generation"
         return 0.0 if source is None or alike else option.arrival
 
@@ -274,14 +262,15 @@ class SearchSpace:
         """Predict the seconds in which each device receives what it holds of trained weights."""
         chip = self.hardware.chip
         assert chip is not None, "Seconds are predicted of known chips alone."
-        places = (self.hardware.count, self.hardware.nodes)
-        bandwidth = ring_bandwidth(chip, *places, group=self.hardware.count, stride=1)
+        count = self.hardware.count
+        bandwidth = ring_bandwidth(chip, count, self.hardware.nodes, group=count, stride=1)
         return self.arrival_bytes(call, placement) / (chip.efficiency.links * bandwidth)
 
     def arrival_bytes(self, call: str, placement: Placement) -> int:
         """Return what each device of a call holds of trained weights."""
         run = self._run(call, placement)
-        return run.weights(getattr(self.models, ARRIVALS[call]), role=run.layout.role)
+        model = self.models.trunks[call.rpartition("_")[0] or "policy"]
+        return run.weights(model, role=run.layout.role)
 
     def placed(self, plan: Plan, name: str) -> dict[str, Option]:
         """Return the options that a plan chooses; ValueError where it does not keep to blocks."""
@@ -304,5 +293,5 @@ class SearchSpace:
 
     def plan(self, placed: Placed) -> Plan:
         """Return the plan of chosen options."""
-        chosen = {call: placed[call].placement for call in CALLS if call in placed}
+        chosen = {call: placed[call].placement for call in self.calls}
         return Plan(self.hardware.count, chosen)

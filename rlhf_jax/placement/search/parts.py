@@ -13,10 +13,7 @@ from rlhf_jax.placement.search.schedule import Option, Placed
 
 def powers_of_two(most: int) -> Iterator[int]:
     """Yield 1, 2, 4 and so on, up to `most`."""
-    number = 1
-    while number <= most:
-        yield number
-        number *= 2
+    yield from (1 << power for power in range(most.bit_length()))
 
 
 def part_sizes(blocks: int) -> list[int]:

@@ -7,6 +7,7 @@ goes over the network, which nothing else is done beside.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from rlhf_jax.mesh import AXES, FLOAT32, abstract_mesh
 from rlhf_jax.pipeline.problem import PipelineProblem
 from rlhf_jax.placement.pipelined import (
     StageTimes,
-    bubble_warning,
+    bubble_warnings,
     fill_with_copies,
     fused_schedule,
     joint_problem,
@@ -30,9 +31,9 @@ from rlhf_jax.placement.search.costs import (
     LATENCY,
     CallCost,
     PlacedRun,
+    Work,
     forward_flops,
     gradient_flops,
-    trained_model,
 )
 from rlhf_jax.placement.search.parts import powers_of_two
 from rlhf_jax.placement.search.traffic import (
@@ -44,30 +45,14 @@ from rlhf_jax.placement.search.traffic import (
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
 
-class PipelineShape(NamedTuple):
-    """Say how a pipeline has its devices: so many stages, each split alike."""
-
-    stages: int
-    data: int
-    fsdp: int
-    tensor: int
-
-
-class StageWork(NamedTuple):
-    """Hold what a stage of one copy does with a micro-batch in one task."""
-
-    flops: float  # on its devices together
-    traffic: Traffic  # that each of them receives from the others
-
-
 class StageWorks(NamedTuple):
-    """Hold the tasks of a pipeline's stages; the last one does all at its backward."""
+    """Hold what stages of a copy do with a micro-batch; the last one does all at its backward."""
 
-    first_forward: StageWork
-    forward: StageWork
-    first_backward: StageWork
-    backward: StageWork
-    last: StageWork
+    first_forward: Work
+    forward: Work
+    first_backward: Work
+    backward: Work
+    last: Work
 
 
 class PipelineCost(NamedTuple):
@@ -140,11 +125,8 @@ class JointTraining:
     @property
     def warnings(self) -> list[str]:
         """Return a sentence for each pipeline of too few micro-batches."""
-        said = [
-            bubble_warning(call, one.micro_batches, len(one.forward))
-            for call, one in zip(self.calls, self.times, strict=True)
-        ]
-        return [sentence for sentence in said if sentence]
+        pairs = zip(self.calls, self.times, strict=True)
+        return bubble_warnings((call, one.micro_batches, len(one.forward)) for call, one in pairs)
 
 
 def joint_training(placed: Sequence[tuple[str, PlacedRun]]) -> JointTraining:
@@ -155,9 +137,7 @@ def joint_training(placed: Sequence[tuple[str, PlacedRun]]) -> JointTraining:
     training = placed[0][1].run.config.training
     return JointTraining(
         calls=tuple(call for call, _ in placed),
-        pipes=tuple(
-            pipeline_cost(one, trained_model(call, one.run.models)) for call, one in placed
-        ),
+        pipes=tuple(pipeline_cost(one, one.run.models.of(call)[0]) for call, one in placed),
         updates=training.epochs * training.minibatches,
     )
 
@@ -195,11 +175,11 @@ def stage_works(placed: PlacedRun, model: ModelConfig) -> StageWorks:
     of_gradient = gradient_flops(part, *shape, predicted=0, remat=False)
     of_last = gradient_flops(part, *shape, predicted=passes.predicted, remat=False)
     return StageWorks(
-        first_forward=StageWork(of_layers, forward.plus(embedding)),
-        forward=StageWork(of_layers, forward),
-        first_backward=StageWork(of_gradient, backward.plus(embedding)),
-        backward=StageWork(of_gradient, backward),
-        last=StageWork(of_last, backward.plus(of_ends).minus(embedding)),
+        first_forward=Work(of_layers, forward.plus(embedding)),
+        forward=Work(of_layers, forward),
+        first_backward=Work(of_gradient, backward.plus(embedding)),
+        backward=Work(of_gradient, backward),
+        last=Work(of_last, backward.plus(of_ends).minus(embedding)),
     )
 
 
@@ -215,11 +195,7 @@ def pipeline_cost(placed: PlacedRun, model: ModelConfig) -> PipelineCost:
     hidden = ShardedModel(model, alone.run.layout, placed.hardware.platform).hidden(
         placed.passes().on_device(placed.run.layout).fed
     )
-
-    def seconds(work: StageWork) -> float:
-        """Predict the seconds of a task."""
-        return alone.seconds(work.flops, work.traffic, share=alone.chip.efficiency.training)
-
+    seconds = functools.partial(alone.seconds, share=alone.chip.efficiency.training)
     hop, gathering = travelling_seconds(placed, model, hidden)
     inner = hop + seconds(works.forward)
     micro_batches = placed.run.micro_batches
@@ -262,18 +238,17 @@ def travelling_seconds(placed: PlacedRun, model: ModelConfig, hidden: float) -> 
     return hop, 2 * LATENCY + size / bandwidth
 
 
-def shapes(count: int, node_chips: int, models: ModelConfigs) -> Iterator[PipelineShape]:
-    """Yield the ways to have a policy's pipeline on so many devices that may be sensible.
+def policy_pipelines(base: Placement, node_chips: int, models: ModelConfigs) -> Iterator[Placement]:
+    """Yield the ways to have a policy's pipeline on the devices of `base` that may be sensible.
 
     Stages divide its layers, and are whole nodes or equal parts of one. `tensor` stays within a
     node and divides the key-value heads of all models; `fsdp` divides their width.
     """
-    both = [models.policy, *filter(None, [models.critic])]
     layers = models.policy.num_layers
-    heads = math.gcd(*(model.num_kv_heads for model in both))
-    width = math.gcd(*(model.width for model in both))
+    heads = math.gcd(*(model.num_kv_heads for model in models.trunks.values()))
+    width = math.gcd(*(model.width for model in models.trunks.values()))
     for stages in range(2, layers + 1):
-        own, rest = divmod(count, stages)
+        own, rest = divmod(base.count, stages)
         if rest or layers % stages or (own % node_chips and node_chips % own):
             continue
         for tensor in powers_of_two(min(own, node_chips)):
@@ -282,30 +257,18 @@ def shapes(count: int, node_chips: int, models: ModelConfigs) -> Iterator[Pipeli
                 continue
             for fsdp in range(1, shards + 1):
                 if shards % fsdp == 0 and width % fsdp == 0:
-                    yield PipelineShape(stages, shards // fsdp, fsdp, tensor)
+                    shape = {"slices": stages, "data": shards // fsdp, "fsdp": fsdp}
+                    yield dataclasses.replace(base, **shape, tensor=tensor, pipelined=True)
 
 
-def placements_of(
-    shape: PipelineShape, base: Placement, first: int, models: ModelConfigs
-) -> dict[str, Placement]:
-    """Return the placements of pipelines from a device on; dtype and kernels are the base's.
+def placements_of(policy: Placement, models: ModelConfigs) -> dict[str, Placement]:
+    """Return the placements of a policy's pipeline and of those of critics beside it, by call.
 
-    They are empty where no stages divide the critic's layers.
+    They are empty where no stages divide a critic's layers.
     """
-    policy = dataclasses.replace(
-        base,
-        first=first,
-        count=math.prod(shape),
-        slices=shape.stages,
-        data=shape.data,
-        fsdp=shape.fsdp,
-        tensor=shape.tensor,
-        pipelined=True,
-    )
-    if models.critic is None:
-        return {"policy_training": policy}
     layers = layer_counts(models)
-    critic = fill_with_copies(policy, layers)
-    if layers["critic"] % critic.slices:
+    critics = {role: fill_with_copies(policy, layers, role) for role in models.critics}
+    if any(layers[role] % placed.slices for role, placed in critics.items()):
         return {}
-    return {"policy_training": policy, "critic_training": critic}
+    placed = {f"{role}_training": placed for role, placed in critics.items()}
+    return {"policy_training": policy, **placed}

@@ -13,14 +13,8 @@ from typing import NamedTuple
 
 from rlhf_jax.placement.plan import Placement
 
-# The calls of a step by stage: each stage begins when the one before it has ended.
-STAGES = (
-    ("generation",),
-    ("reward_inference",),
-    ("policy_inference", "reference_inference", "critic_inference"),
-    ("policy_training", "critic_training"),
-)
-INFERENCE = (*STAGES[1], *STAGES[2])
+# The calls of a step by the ends of their names: each stage begins when the one before has ended.
+STAGES = ("generation", "reward_inference", "_inference", "_training")
 STEADY = 4  # iterations, after which each takes as long as the one before it
 
 
@@ -65,11 +59,6 @@ Placed = Mapping[str, Option]
 Transfer = Callable[[str, Option, Placed], float]
 
 
-def no_transfer(call: str, option: Option, chosen: Placed) -> float:
-    """Let weights come at once."""
-    return 0.0
-
-
 class Least(NamedTuple):
     """Hold what a call takes at least, wherever it is placed."""
 
@@ -84,32 +73,30 @@ class Problem:
     options: Mapping[str, Sequence[Option]]
     blocks: int
     memory: float  # bytes of a device
-    transfer: Transfer = no_transfer
+    transfer: Transfer = lambda call, option, chosen: 0.0
     # 1: generation draws the samples of the next step beside all else, on blocks of its own
     lag: int = 0
 
     @functools.cached_property
     def stages(self) -> list[tuple[str, ...]]:
         """Return the calls of each stage, of those that there are."""
-        found = [tuple(call for call in stage if call in self.options) for stage in STAGES]
-        return [stage for stage in found if stage]
+        found: dict[str, list[str]] = {stage: [] for stage in STAGES}
+        for call in self.options:
+            found[next(stage for stage in STAGES if call.endswith(stage))].append(call)
+        return [tuple(calls) for calls in found.values() if calls]
 
-    def by_part(self, call: str) -> list[list[Option]]:
-        """Return the options of a call by the part that they have.
+    @functools.cached_property
+    def by_part(self) -> dict[str, list[list[Option]]]:
+        """Return the options of each call by the part that they have.
 
         They are the same on all parts of one size.
         """
-        if call not in self._by_part:
-            found: dict[tuple[int, int], list[Option]] = {}
-            for one in self.options[call]:
-                found.setdefault((one.first, one.blocks), []).append(one)
-            self._by_part[call] = list(found.values())
-        return self._by_part[call]
-
-    def beside(self, call: str, chosen: Placed) -> Sequence[Option]:
-        """Return the options of a call that may stand beside what is chosen."""
-        apart = self.apart(call, chosen)
-        return [one for one in self.options[call] if not any(map(one.shares, apart))]
+        found: dict[str, dict[tuple[int, int], list[Option]]] = {}
+        for call, options in self.options.items():
+            own = found.setdefault(call, {})
+            for one in options:
+                own.setdefault((one.first, one.blocks), []).append(one)
+        return {call: list(own.values()) for call, own in found.items()}
 
     def apart(self, call: str, chosen: Placed) -> list[Option]:
         """Return the chosen options whose blocks a call must not have."""
@@ -124,16 +111,12 @@ class Problem:
         apart = self.apart(call, chosen)
         key = (call, tuple({(one.first, one.blocks) for one in apart}))
         if key not in self._least:
-            options = self.beside(call, chosen)
+            options = [one for one in self.options[call] if not any(map(one.shares, apart))]
             self._least[key] = Least(
                 min((one.seconds for one in options), default=float("inf")),
                 min((one.seconds * one.blocks for one in options), default=float("inf")),
             )
         return self._least[key]
-
-    @functools.cached_property
-    def _by_part(self) -> dict[str, list[list[Option]]]:
-        return {}
 
     @functools.cached_property
     def _least(self) -> dict[tuple, Least]:
@@ -226,7 +209,7 @@ def bytes_at_work(there: Placed) -> float:
     the critic trains while the policy's gradients wait.
     """
     generation = [option for call, option in there.items() if call == "generation"]
-    inference = [option for call, option in there.items() if call in INFERENCE]
+    inference = [option for call, option in there.items() if call.endswith("_inference")]
     training = [option for call, option in there.items() if call.endswith("_training")]
     weights = sum(one.kept for one in generation) if "reward_inference" in there else 0.0
     copies = max(weights, sum(one.kept for one in inference))

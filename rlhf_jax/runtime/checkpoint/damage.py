@@ -59,8 +59,7 @@ def reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    number = _os_error(text)
-    if number:
+    if number := _os_error(text):
         return os.strerror(number)
     return re.sub(r"^[A-Z_]+: (.*: )?| \[(tensorstore|source).*", "", text)[:LONGEST_REASON]
 

@@ -64,11 +64,6 @@ def own_and_others(
     wanted: Mapping[str, jax.ShapeDtypeStruct],
 ) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, jax.Array]]:
     """Return what this process has to read a part of, and the arrays that others have alone."""
-    own = {}
-    others = {}
-    for name, leaf in wanted.items():
-        if jax.process_index() in owners_of(leaf.sharding):
-            own[name] = leaf
-        else:
-            others[name] = parts_elsewhere(leaf)
-    return own, others
+    here = jax.process_index()
+    own = {name: leaf for name, leaf in wanted.items() if here in owners_of(leaf.sharding)}
+    return own, {name: parts_elsewhere(wanted[name]) for name in wanted if name not in own}

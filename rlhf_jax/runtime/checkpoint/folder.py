@@ -35,14 +35,9 @@ def claim(folder: Path) -> str:
     Where no file says so, whole, it is that of the latest checkpoint whose document is whole, as of
     an earlier version, or a new one; and a file then says so.
     """
-    run = read_run(folder)
-    if run:
+    if run := read_run(folder):
         return run
-    for step in reversed(steps(folder)):
-        with contextlib.suppress(Damaged):
-            run = read_document(folder / str(step), run="").get("run", "")
-            break
-    run = run or secrets.token_hex(16)
+    run = latest_document(folder, run="").get("run") or secrets.token_hex(16)
     content = json.dumps(documents.make(run=run)).encode()
     write_atomically(folder / RUN_FILE, content, durable=True)
     return run
@@ -75,14 +70,15 @@ def read_document(folder: Path, run: str | None = None) -> dict[str, Any]:
     return document
 
 
-def saved_identity(folder: Path) -> dict[str, Any]:
-    """Return the identity of the latest checkpoint whose document is whole; {} without one.
+def latest_document(folder: Path, run: str | None = None) -> dict[str, Any]:
+    """Return the document of the latest checkpoint that has a whole one; {} without one.
 
-    Raises OSError where one cannot be read but nothing proves it damaged.
+    run: as in `read_document`. Raises OSError where one cannot be read but nothing proves it
+    damaged.
     """
     for step in reversed(steps(folder)):
         with contextlib.suppress(Damaged):
-            return dict(read_document(folder / str(step))["identity"])
+            return read_document(folder / str(step), run)
     return {}
 
 

@@ -12,7 +12,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -42,10 +42,8 @@ from rlhf_jax.runtime.checkpoint.folder import (
 from rlhf_jax.runtime.checkpoint.quiet import quiet, release
 from rlhf_jax.runtime.files import alone
 
-# The item of a checkpoint that is arrays is a folder of this name.
-STATE = "state"
-# Before the step in the name of a checkpoint that was found damaged.
-DAMAGED = "damaged-"
+STATE = "state"  # the folder of a checkpoint that has its arrays
+DAMAGED = "damaged-"  # before the step in the name of a checkpoint that was found damaged
 
 
 @messages.register_error
@@ -64,12 +62,11 @@ class Restored(NamedTuple):
 class Checkpoints:
     """Keep the checkpoints of one run in `folder`; of complete ones the latest `keep` stay.
 
-    Use as a context manager: leaving it waits for the save that is running. `identity` is a flat
-    dict of JSON values, saved with every checkpoint; one that differs in any of its keys is
-    refused. The `changeable` keys among them, which are the config's, may differ where
-    `allow_changes`. A checkpoint of another run is damaged here, however alike the two runs are.
-    Any error of saving but a device's is one Unsaved, told once, at the next call or at the end,
-    and leaves the earlier checkpoints as they were.
+    Use as a context manager: leaving it waits for the save that is running. `identity`, flat JSON
+    values, is saved with every checkpoint; one that differs is refused, but for `changeable` keys
+    of the config where `allow_changes`. `read_identity` renames that of an earlier version. A
+    checkpoint of another run is damaged here. Any error of saving but a device's is one Unsaved,
+    told once, at the next call or at the end, and leaves the earlier checkpoints as they were.
     """
 
     def __init__(
@@ -79,12 +76,14 @@ class Checkpoints:
         identity: Mapping[str, Any],
         changeable: Collection[str] = (),
         allow_changes: bool = False,
+        read_identity: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
     ):
         self._folder = Path(folder).absolute()
         self._keep = keep
         self._identity = dict(identity)
         self._changeable = changeable
         self._allow_changes = allow_changes
+        self._read_identity = read_identity
 
     def __enter__(self) -> Checkpoints:
         self._saving = -1
@@ -225,7 +224,8 @@ class Checkpoints:
 
     def _require_fit(self, folder: Path, document: dict[str, Any], template: Any) -> None:
         """Raise ValueError where a checkpoint is of another identity, or has more arrays."""
-        for key, saved, own in documents.differences(document["identity"], self._identity):
+        made = self._read_identity(document["identity"])
+        for key, saved, own in documents.differences(made, self._identity):
             if key in self._changeable and self._allow_changes:
                 continue
             permit = " set checkpoint.allow_changes=True," if key in self._changeable else ""

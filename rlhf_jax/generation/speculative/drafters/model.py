@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.arrays import LayerCache
+from pallas_kernels.verify_head import tempered
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.protocol import DraftContext, Drafter, Execute, Proposal
-from rlhf_jax.generation.speculative.sampling import Sampling, rank
+from rlhf_jax.generation.speculative.sampling import Truncation, rank
 from rlhf_jax.mesh import ONE_DEVICE, Layout, pin_rows
 from rlhf_jax.model import kernels as laid
 from rlhf_jax.model.attention import cached
@@ -43,7 +44,9 @@ class ModelDrafter(Drafter):
     def propose(self, execute: Execute, state: DecodeState, context: DraftContext) -> Proposal:
         """Return the model's own draws, level by level of the strategy's tree."""
         options = dict(with_logits=context.with_logits, layout=context.layout)
-        return execute(propose, context.model, state, context.strategy, context.sampling, **options)
+        return execute(
+            propose, context.model, state, context.strategy, context.truncation, **options
+        )
 
     def after_commit(
         self,
@@ -62,12 +65,12 @@ class ModelDrafter(Drafter):
 MODEL = ModelDrafter()
 
 
-@functools.partial(jax.jit, static_argnames=("strategy", "sampling", "with_logits", "layout"))
+@functools.partial(jax.jit, static_argnames=("strategy", "truncation", "with_logits", "layout"))
 def propose(
     drafter: Model,
     state: DecodeState,
     strategy: Strategy,
-    sampling: Sampling,
+    truncation: Truncation,
     with_logits: bool = False,
     layout: Layout = ONE_DEVICE,
 ) -> Proposal:
@@ -93,7 +96,15 @@ def propose(
             node_logits[node] = scores[:, place]
             below = trees.children(strategy, node)
             position = state.length + int(trees.depths(strategy)[node])
-            ranked = rank(scores[:, place], state.key, position, sampling, len(below), layout)
+            ranked = rank(
+                scores[:, place],
+                state.key,
+                position,
+                state.temperature,
+                truncation,
+                len(below),
+                layout,
+            )
             tokens |= {child: ranked[:, i] for i, child in enumerate(below)}
 
     size = trees.bucket(strategy)
@@ -104,19 +115,19 @@ def propose(
     if with_logits:
         unfed = jnp.zeros_like(node_logits[0])
         stacked = jnp.stack([node_logits.get(node, unfed) for node in range(size)], axis=1)
-    first = confidence_of(node_logits[0], tokens[1], sampling)
+    first = confidence_of(node_logits[0], tokens[1], state.temperature)
     return pin_rows(Proposal(drafts, stacked, window, first), layout)
 
 
-def confidence_of(scores: Array, token: Array, sampling: Sampling) -> jax.Array:
+def confidence_of(scores: jax.Array, token: Array, temperature: Array) -> jax.Array:
     """Return the confidence class [...] int8, 1 to 3, of token [...] under logits [..., V].
 
-    It goes by the token's probability at the temperature (1 if that is 0).
+    It goes by the token's probability at the temperature [...] (at 1 where that is 0).
     """
     chex.assert_rank(scores, token.ndim + 1)
-    tempered = scores / (sampling.temperature or 1.0)
-    chosen = jnp.take_along_axis(tempered, token[..., None], axis=-1)[..., 0]
-    probability = jnp.exp(chosen - jax.nn.logsumexp(tempered, axis=-1))
+    z = tempered(scores, temperature)
+    chosen = jnp.take_along_axis(z, token[..., None], axis=-1)[..., 0]
+    probability = jnp.exp(chosen - jax.nn.logsumexp(z, axis=-1))
     above = sum((probability >= edge).astype(jnp.int8) for edge in CONFIDENT_PROBABILITIES)
     return cast(jax.Array, 1 + above)
 

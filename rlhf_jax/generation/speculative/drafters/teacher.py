@@ -16,7 +16,7 @@ import numpy as np
 
 from rlhf_jax.generation.speculative import sampling as draws
 from rlhf_jax.generation.speculative.drafters.model import confidence_of
-from rlhf_jax.generation.speculative.sampling import Sampling
+from rlhf_jax.generation.speculative.sampling import Truncation
 from rlhf_jax.generation.strategy.acceptance import DEPTHS, NOTHING, RANKS, Observations
 from rlhf_jax.mesh import ONE_DEVICE, Layout, pin_rows
 from rlhf_jax.model.attention import causal_on
@@ -27,13 +27,14 @@ from rlhf_jax.types import Array, Model
 HEAD_TOKENS = 512  # Tokens whose logits exist at one time.
 
 
-@functools.partial(jax.jit, static_argnames=("sampling", "rows", "layout"))
+@functools.partial(jax.jit, static_argnames=("truncation", "rows", "layout"))
 def score(
     drafter: Model,
     tokens: Array,
     mask: Array,
     key: Array,
-    sampling: Sampling,
+    temperature: Array,
+    truncation: Truncation,
     *,
     rows: int,
     layout: Layout = ONE_DEVICE,
@@ -41,28 +42,29 @@ def score(
     """Return (rank, confidence), both [B, T] int8, of the tokens [B, T] that mask [B, T] names.
 
     rank[b, t] is the place of tokens[b, t] among the RANKS best of the drafter's draw with key[b]
-    (seed, sample) at position t, -1 if it is none of them; confidence[b, t] is the class 1..3 of
-    that draw. Unmasked: -1 and 0. It is one forward pass, `rows` rows at a time, in strides as a
-    mesh lays them out, and HEAD_TOKENS tokens of those: [B, T, V] never exists. Raises ValueError
-    where B is not a multiple of `rows`.
+    (seed, sample), uint32, and temperature[b], float32, at position t, -1 if it is none of them;
+    confidence[b, t] is the class 1..3 of that draw. Unmasked: -1 and 0. It is one forward pass,
+    `rows` rows at a time, in strides as a mesh lays them out, and HEAD_TOKENS tokens of those:
+    [B, T, V] never exists. Raises ValueError where B is not a multiple of `rows`.
     """
-    chex.assert_rank([tokens, mask, key], 2)
+    chex.assert_rank([tokens, mask, key, temperature], [2, 2, 2, 1])
     batch = len(tokens)
     if batch % rows:
         raise ValueError(
             f"{batch} rows cannot be scored {rows} at a time; the first must be a multiple of the"
             " second."
         )
-    parts = [leaf.reshape(rows, batch // rows, -1).swapaxes(0, 1) for leaf in (tokens, mask, key)]
-    scored = jax.lax.map(lambda part: _score_rows(drafter, part, sampling, layout), parts)
+    given = (tokens, mask, key, temperature)
+    parts = [leaf.reshape(rows, batch // rows, -1).swapaxes(0, 1) for leaf in given]
+    scored = jax.lax.map(lambda part: _score_rows(drafter, part, truncation, layout), parts)
     return jax.tree.map(lambda leaf: leaf.swapaxes(0, 1).reshape(batch, -1), scored)
 
 
 def _score_rows(
-    drafter: Model, part: list[Array], sampling: Sampling, layout: Layout
+    drafter: Model, part: list[Array], truncation: Truncation, layout: Layout
 ) -> tuple[jax.Array, jax.Array]:
     """Score a few rows: one forward pass, then the head on one block of columns after another."""
-    tokens, mask, key = part
+    tokens, mask, key, temperature = part  # the last one is [B, 1]
     slots = tokens.shape[1]
     places = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), tokens.shape)
     hidden, _ = forward(drafter, tokens, places, causal_on(layout))
@@ -72,11 +74,14 @@ def _score_rows(
 
         def measure() -> tuple[jax.Array, jax.Array]:
             scores = logits(drafter, before)
-            proposed = draws.rank(scores, key[:, None], position, sampling, RANKS, layout)
+            proposed = draws.rank(
+                scores, key[:, None], position, temperature, truncation, RANKS, layout
+            )
             right = proposed == predicted[..., None]
             place = jnp.argmax(right, axis=-1).astype(jnp.int8)
             rank = jnp.where(right.any(-1) & masked, place, -1)
-            confidence = jnp.where(masked, confidence_of(scores, proposed[..., 0], sampling), 0)
+            confidence = confidence_of(scores, proposed[..., 0], temperature)
+            confidence = jnp.where(masked, confidence, 0)
             return rank.astype(jnp.int8), confidence.astype(jnp.int8)
 
         # A block without masked tokens, of prompts or of padding, skips the head. It is a loop of

@@ -1,0 +1,268 @@
+"""GRPO and its kin: a policy that learns from rewards, by advantages and a clipped ratio."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_jax.config.algorithms import Algorithm, algorithm_of, option
+from rlhf_jax.config.checks import (
+    require,
+    require_not_negative,
+    require_one_of,
+    require_positive,
+    require_share,
+)
+from rlhf_jax.config.schema import Config
+from rlhf_jax.losses.advantages import ESTIMATORS, Estimator, EstimatorConfig
+from rlhf_jax.losses.kl import KL, bounded, kl_k1, kl_k3
+from rlhf_jax.losses.policy import LOSSES, LossTerms
+from rlhf_jax.sequences.batch import Sequences
+from rlhf_jax.training.experience import AdvantageConfig, compute_advantages
+from rlhf_jax.training.kinds import Metrics, Share, TokenLoss, TokenTerms
+from rlhf_jax.types import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class GRPOOptions:
+    """Hold how rewards become advantages, and what a token's gradient comes from."""
+
+    estimator: str = option(
+        "",
+        "of advantages: grpo, dr_grpo, rloo, reinforce++, reinforce++-baseline, gae, or"
+        " FILE.py:NAME; '' for the algorithm's own: grpo, or gae of ppo",
+    )
+    discount: float = option(1.0, "of later rewards, for gae and reinforce++", require_share)
+    gae_lambda: float = option(0.95, "how far gae looks past the critic", require_share)
+    deviation: str = option(
+        "sample",
+        "of a group's rewards, which grpo divides by: 'sample', over n - 1, or 'population', over"
+        " n",
+        lambda config, key: require_one_of(config, key, ("sample", "population")),
+    )
+    loss: str = option(
+        "ppo",
+        "of the policy, token by token: ppo, dual_clip, gspo, cispo, reinforce, or FILE.py:NAME",
+        lambda config, key: LOSSES.require(config.algorithm.loss),
+    )
+
+
+def policy_gradient(terms: TokenTerms) -> Share:
+    """Compute the policy's loss + KL penalty - entropy bonus of each token [S, W], and metrics.
+
+    The options' loss gives the policy's. The penalty is kl_weight * kl_estimator(policy,
+    reference), the bonus entropy_coefficient * entropy. The policy's log-probs now are the old
+    ones, too, where the batch has none. `kl/mean` is to the reference, `kl/old` is KL(old || now),
+    both in nats by k3.
+    """
+    batch = terms.batch
+    settings = terms.settings
+    mask = batch.mask
+    now = terms.scores
+    scored = terms.column("logprobs")
+    old = jax.lax.stop_gradient(now) if scored is None else scored
+    reference = terms.column("reference_logprobs")
+    reference = old if reference is None else reference
+    own = LossTerms(
+        now,
+        old,
+        batch.columns["advantages"],
+        mask,
+        batch.segment_ids,
+        batch.sequences.shape[1],
+        clip_low=settings.clip_low,
+        clip_high=settings.clip_high,
+    )
+    options = GRPOOptions() if settings.options is None else settings.options
+    losses = jnp.where(mask, LOSSES[options.loss](own), 0.0)
+    ratios = own.ratios
+    outside = (ratios < 1.0 - settings.clip_low) | (ratios > 1.0 + settings.clip_high)
+    means = {
+        "loss/policy": losses,
+        "kl/mean": kl_k3(now, reference),
+        "kl/old": kl_k3(old, now),
+        "ratio/mean": ratios,
+        "ratio/clipped": outside.astype(jnp.float32),
+        "entropy/estimate": -now,
+    }
+    if terms.entropy is not None:
+        means["entropy/mean"] = terms.entropy
+    metrics = {name: terms.mean(x) for name, x in means.items()}
+    metrics["ratio/max"] = jnp.where(mask, ratios, 0.0).max()
+    if scored is None:
+        metrics |= _measured_by_inference(terms, reference)
+
+    if "kl_weight" in batch.columns:
+        losses += batch.columns["kl_weight"] * settings.kl_estimator(now, reference)
+    if terms.entropy is not None:
+        losses -= settings.entropy_coefficient * jnp.where(mask, terms.entropy, 0.0)
+    return losses, metrics
+
+
+def _measured_by_inference(terms: TokenTerms, reference: Array) -> Metrics:
+    """Measure what inference does not where the old log-probs are those of now.
+
+    `kl/response` is the KL of a sample to the reference by k1, and `mismatch/...` as of
+    `inference.logprobs.mismatch`: both in nats.
+    """
+    batch = terms.batch
+    apart = jnp.where(batch.mask, terms.scores - batch.columns["sampled_logprobs"], 0.0)
+    of_response = jnp.sum(kl_k1(terms.scores, reference)) / batch.columns["total_sequences"]
+    return {
+        "kl/response": of_response,
+        "mismatch/kl": terms.mean(jnp.expm1(bounded(apart)) - apart),
+        "mismatch/mean": terms.mean(jnp.abs(apart)),
+        "mismatch/max": jnp.max(jnp.abs(apart)),
+    }
+
+
+def advantages(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, float]]:
+    """Return scored samples with advantages; what is not trained on is masked out.
+
+    The metric is, where log-probs are scored, the KL of a response to the reference, in nats. A KL
+    penalty in the reward leaves none for the loss.
+    """
+    columns = batch.columns
+    settings = advantage_config(config)
+    mask, estimated, returns, kl = jax.device_get(
+        compute_advantages(
+            columns["rewards"],
+            columns["ended"],
+            batch.mask,
+            columns.get("logprobs"),
+            columns.get("reference_logprobs"),
+            columns.get("values"),
+            kl_coefficient=columns["kl_weight"],
+            config=settings,
+        )
+    )
+    found: dict[str, Any] = {"advantages": estimated}
+    if returns is not None:
+        found["returns"] = returns
+    if settings.kl_in_reward:
+        found["kl_weight"] = np.zeros((), np.float32)
+    metrics = {} if kl is None else {"kl/response": float(kl)}
+    return dataclasses.replace(batch, mask=mask).with_columns(**found), metrics
+
+
+def scores(config: Config) -> tuple[str, ...]:
+    """Return the roles that score: a reference that KL is measured from, and the policy.
+
+    An update's own forward pass is enough for the policy where it takes one step on samples of the
+    policy as it is, and no advantage reads the KL to the reference.
+    """
+    training = config.training
+    priced = config.kl.coefficient > 0
+    one_step = training.epochs * training.minibatches == 1 and not training.lag
+    reads = not one_step or (priced and config.kl.place == "reward")
+    return ("policy",) * reads + ("reference",) * priced
+
+
+def estimator_of(config: Config) -> Estimator:
+    """Return the estimator of advantages that a config asks for, or that its algorithm has."""
+    own = "gae" if "critic" in algorithm_of(config).losses else "grpo"
+    return ESTIMATORS[config.algorithm.estimator or own]
+
+
+def advantage_config(config: Config) -> AdvantageConfig:
+    """Settle how rewards become advantages."""
+    options = config.algorithm
+    return AdvantageConfig(
+        estimator=options.estimator or estimator_of(config).name,
+        estimation=EstimatorConfig(
+            config.generation.samples_per_prompt,
+            options.deviation,
+            options.discount,
+            options.gae_lambda,
+        ),
+        kl_estimator=config.kl.estimator,
+        kl_in_reward=config.kl.place == "reward",
+        whiten=config.reward.whiten,
+        drop_overlong=config.training.drop_overlong,
+    )
+
+
+def aggregate(config: Config) -> str:
+    """Name how losses are summed: as the loss brings it, else the estimator."""
+    by_loss = getattr(LOSSES[config.algorithm.loss], "aggregate", "")
+    return by_loss or estimator_of(config).aggregate or "token_mean"
+
+
+def check(config: Config) -> None:
+    """Check that the estimator has the samples and the critic that it needs; and what KL costs."""
+    ESTIMATORS.require(config.algorithm.estimator or "grpo")
+    estimator = estimator_of(config)
+    has_critic = "critic" in algorithm_of(config).losses
+    group = config.generation.samples_per_prompt
+    require(
+        group > 1 or not estimator.compares_group,
+        f"generation.samples_per_prompt is {group}; {estimator.name} compares two or more of a"
+        " prompt.",
+    )
+    require(
+        has_critic or not estimator.needs_critic,
+        f"algorithm.estimator {estimator.name!r} reads a critic's values, and algorithm"
+        f" {config.algorithm.name!r} trains none; choose algorithm 'ppo'.",
+    )
+    require(
+        estimator.needs_critic or not has_critic,
+        f"algorithm {config.algorithm.name!r} trains a critic, and algorithm.estimator"
+        f" {estimator.name!r} does not read it; choose algorithm 'grpo'.",
+    )
+    _check_kl(config)
+
+
+def _check_kl(config: Config) -> None:
+    """Check how KL is estimated and paid for, and that its coefficient adapts slowly enough."""
+    require_one_of(config, "kl.place", ("loss", "reward"))
+    require_one_of(config, "kl.estimator", tuple(KL))
+    require_not_negative(config, "kl.coefficient", "kl.target")
+    require_positive(config, "kl.horizon")
+    require(
+        config.kl.estimator != "k1" or config.kl.place == "reward",
+        "kl.estimator is 'k1' and kl.place 'loss', where its gradient has mean zero; use k2 or"
+        " k3, or place 'reward'.",
+    )
+    samples = config.generation.prompts_per_step * config.generation.samples_per_prompt
+    require(
+        config.kl.horizon >= samples,
+        f"kl.horizon is {config.kl.horizon}, less than the {samples} samples of a step: the"
+        " coefficient could jump or turn negative; raise it.",
+    )
+    require(
+        config.kl.coefficient > 0 or not config.kl.target,
+        f"kl.target is {config.kl.target}, but kl.coefficient is 0 and would stay there; give a"
+        " start above 0.",
+    )
+
+
+def title(config: Config) -> str:
+    """Name the algorithm that the estimator makes it: "GRPO"."""
+    estimator = estimator_of(config)
+    return estimator.title or estimator.name
+
+
+POLICY_LOSS = TokenLoss(
+    policy_gradient,
+    reads=(
+        "logprobs",
+        "reference_logprobs",
+        "sampled_logprobs",
+        "advantages",
+        "kl_weight",
+        "top_k_ids",
+    ),
+)
+GRPO = Algorithm(
+    title=title,
+    losses={"policy": POLICY_LOSS},
+    scores=scores,
+    prepare=advantages,
+    options=GRPOOptions,
+    check=check,
+    aggregate=aggregate,
+)

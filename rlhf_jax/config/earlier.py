@@ -1,0 +1,99 @@
+"""Configs of earlier versions, read as today's."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf_jax.config.algorithms import named
+from rlhf_jax.config.defaults import default
+from rlhf_jax.config.schema import EARLIER, Config
+from rlhf_jax.losses.advantages import ESTIMATORS
+
+
+def settled(config: Config) -> Config:
+    """Return a config whose keys are today's, with the options of the algorithm that it names.
+
+    The given one stays as it is. Options that both algorithms have keep a value that was changed. A
+    warning says which keys of earlier versions were read as others, and which options have no use.
+    """
+    found = copy.deepcopy(config)
+    given = {}
+    for name, usual in EARLIER.items():
+        section, _, key = name.rpartition(".")
+        held = config.get(section, {}) if section else config
+        if (value := held.get(key, usual)) != usual:
+            given[name] = value
+    changes = translated(given)
+    name = changes.pop("algorithm.name", config.algorithm.name)
+    options = named(name).defaults()
+    section = {key: value for key, value in config.algorithm.items() if key != "name"}
+    if section.keys() != options.keys():
+        usual = default().algorithm
+        section = {key: value for key, value in section.items() if usual.get(key) != value}
+    section |= {key.removeprefix("algorithm."): value for key, value in changes.items()}
+    unused = section.keys() - options.keys()
+    with found.unlocked():
+        found.algorithm = Config({"name": name, **options})
+        found.algorithm.update({key: section[key] for key in section if key in options})
+        for key in EARLIER:
+            _remove(found, key)
+    found.lock()
+    if given:
+        read = {"algorithm.name": name} | changes
+        now = ", ".join(f"{key} = {value!r}" for key, value in read.items())
+        warnings.warn(
+            f"{', '.join(given)}: keys of an earlier version, read as {now}.", stacklevel=2
+        )
+    if unused:
+        keys = ", ".join(f"algorithm.{key}" for key in sorted(unused))
+        warnings.warn(f"{keys}: no option of the algorithm {name!r}, left out.", stacklevel=2)
+    return found
+
+
+def translated(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of EARLIER's keys by those of today, with the algorithm's name.
+
+    ValueError for an objective from a file, which is no algorithm.
+    """
+    objective = values.get("objective", "reward")
+    if objective == "distill":
+        return {"algorithm.name": "distill"}
+    if objective != "reward":
+        raise ValueError(
+            f"objective is {objective!r}, a key of an earlier version; what a run learns is an"
+            " algorithm now: describe it as docs/how-to/algorithm.md says, and name it by"
+            " algorithm.name."
+        )
+    found = {}
+    for name, value in values.items():
+        if name != "objective":
+            found[f"algorithm.{name.rpartition('.')[2]}"] = value
+    estimator = found.get("algorithm.estimator", "grpo")
+    ESTIMATORS.require(estimator)
+    if ESTIMATORS[estimator].needs_critic:
+        found["algorithm.name"] = "ppo"
+    if estimator in ("grpo", "gae") and "algorithm.estimator" in found:
+        found["algorithm.estimator"] = ""  # the algorithm's own
+    return found
+
+
+def identity(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the identity of a checkpoint of an earlier version by today's keys."""
+    kept = {name: value for name, value in saved.items() if name not in EARLIER}
+    if "objective" not in saved:
+        return kept
+    found = translated({name: value for name, value in saved.items() if name in EARLIER})
+    return kept | {"algorithm.name": "grpo"} | found
+
+
+def _remove(config: Config, name: str) -> None:
+    """Take a key of an earlier version out of a config, and a section that is then empty."""
+    section, _, key = name.rpartition(".")
+    held = config.get(section, Config()) if section else config
+    if key in held:
+        del held[key]
+    if section and section in config and not config[section]:
+        del config[section]

@@ -1,0 +1,113 @@
+"""One iteration: samples are drawn, scored, and learned from."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from rlhf_jax.inference.prepare import prepare
+from rlhf_jax.inference.scoring import score
+from rlhf_jax.monitoring.parts import CallWatch, PhaseParts
+from rlhf_jax.monitoring.phases import timed
+from rlhf_jax.monitoring.trace import Span, since
+from rlhf_jax.placement.pipelined import StageTimes
+from rlhf_jax.run import Run, StepReport, changes_of_place
+from rlhf_jax.runtime import distributed
+from rlhf_jax.sequences.batch import Sequences
+from rlhf_jax.sources.drawn import Drawn
+from rlhf_jax.state import Observer, RunState, ignore
+from rlhf_jax.training.distill import drafter_age, keep_current
+from rlhf_jax.training.learn import learn, measure_update
+from rlhf_jax.types import Models
+
+
+class Learned(NamedTuple):
+    """Hold what a step has learned from its samples."""
+
+    models: Models
+    metrics: dict[str, float]
+    spans: list[Span]  # of inference and training, by the clock of `time.perf_counter`
+    stage_times: Mapping[str, StageTimes] | None  # of pipelines
+
+
+def step(state: RunState, run: Run, observe: Observer = ignore) -> tuple[RunState, StepReport]:
+    """Take one iteration over the next samples.
+
+    The models are used up once training begins; what is raised before that leaves them whole.
+    `observe` may raise, but not in training, nor while samples of the next step are waited for.
+    """
+    with run.source.draw(state, observe) as drawn:
+        learned = learn_from(drawn, state, run, observe)
+    metrics = drawn.metrics | learned.metrics
+    coefficient = drawn.host.kl_coefficient
+    if "kl/response" in metrics:  # else it stays: every minibatch was skipped
+        metrics["kl/coefficient"] = coefficient
+        samples = len(drawn.batch.tokens)
+        coefficient = run.next_kl_coefficient(coefficient, metrics["kl/response"], samples)
+    host = drawn.host.after_update(metrics, coefficient, learned.stage_times)
+    if run.learners and "drafter" in (*learned.models, *run.frozen):
+        metrics |= drafter_age(learned.models, host.step, host.distilled_at)
+    strategies = []
+    if host.generation:
+        metrics["generation/tokens_so_far"] = host.generation.training.counts.tokens
+        strategies = host.generation.training.strategies
+    of_ranks = distributed.gather(since(learned.spans, drawn.began))
+    spans = list(itertools.chain(drawn.spans, *of_ranks))
+    return RunState(learned.models, host), StepReport(metrics, drawn.table, spans, strategies)
+
+
+def learn_from(drawn: Drawn, state: RunState, run: Run, observe: Observer) -> Learned:
+    """Score what was drawn, and train all that learns on it; the models are used up."""
+    metrics = drawn.metrics | changes_of_place(state, run)
+    measures = state.host.stage_times is None and not run.config.deterministic
+    with CallWatch() as watch:
+        hear = functools.partial(_hear, watch, observe, measures and distributed.count() == 1)
+        with timed("inference", metrics, observe):
+            models = run.scoring.models_of(state.models, run.frozen)
+            heard = functools.partial(hear, "inference")
+            scored, padding = score(drawn.batch, models, run.scoring, drawn.scored, heard)
+            batch, measured = prepare(scored, state.host.kl_coefficient, run.config, drawn.behind)
+            metrics |= measured | {"inference/padding": padding}
+        if drawn.check:
+            drawn.check()
+        models = state.models
+        times = state.host.stage_times
+        if run.learners:
+            with timed("training", metrics, observe):
+                heard = functools.partial(hear, "training")
+                models, losses, times = _update(batch, state, run, measures, heard)
+                metrics |= losses
+        spans = watch.spans(run.lanes.of)
+    if run.distillation:
+        alive = functools.partial(observe, "training", None)
+        updates = state.step + ("policy" in run.learners)
+        models, distilled = keep_current(models, drawn.batch, run.distillation, updates, alive)
+        metrics |= distilled
+    return Learned(models, metrics, spans, times)
+
+
+def _update(
+    batch: Sequences, state: RunState, run: Run, measures: bool, heard: Callable[[PhaseParts], None]
+) -> tuple[Models, dict[str, float], Mapping[str, StageTimes] | None]:
+    """Train what learns, after stages of pipelines were measured where that is due."""
+    times = state.host.stage_times
+    if measures:
+        times = measure_update(state.models, batch, run.learners, state.step) or None
+    models, losses = learn(
+        state.models,
+        batch,
+        run.learners,
+        step=state.step,
+        observe=heard,
+        skipped=state.host.skipped,
+        stage_times=times,
+    )
+    return models, losses, times
+
+
+def _hear(watch: CallWatch, observe: Observer, tasks: bool, phase: str, parts: PhaseParts) -> None:
+    """Follow the parts of a phase, and pass them on."""
+    watch.follow(parts, tasks=tasks)
+    observe(phase, parts)

@@ -1,0 +1,113 @@
+"""Roll-outs one step ahead: samples for the next step are drawn while this one learns."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator
+
+from rlhf_jax.generation.ahead import SamplesAhead
+from rlhf_jax.generation.requests import RoundReport
+from rlhf_jax.generation.speculative.round import ModelPair
+from rlhf_jax.monitoring.parts import PhaseParts
+from rlhf_jax.monitoring.trace import Span, since
+from rlhf_jax.rewards.samples import Rewards
+from rlhf_jax.runtime.beside import WorkBeside
+from rlhf_jax.sources.drawn import Drawn
+from rlhf_jax.sources.roll_out import RollOut
+from rlhf_jax.sources.rollouts import Rollouts
+from rlhf_jax.state import HostState, Observer, RunState, remembered
+
+RoundObserver = Callable[[RoundReport], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutsAhead(Rollouts):
+    """Give samples from before the last update, and draw the next ones beside.
+
+    Both are of the weights that a step begins with. The first step draws its own samples before,
+    and the last one draws none. Only the caller's thread observes.
+    """
+
+    steps: int = 1  # of the run
+
+    @contextlib.contextmanager
+    def draw(self, state: RunState, observe: Observer) -> Iterator[Drawn]:
+        """Compute the rewards of samples that were drawn ahead, and draw others meanwhile."""
+        began = time.perf_counter()
+        models = self.models(state)
+        spans: list[Span] = []
+
+        def draw(host: HostState, report: RoundObserver) -> HostState:
+            host = self.draw_ahead(models, host, report)
+            ahead = samples_ahead(host)
+            spans.extend(since(ahead.spans, began - ahead.began))
+            return host
+
+        host = state.host
+        if remembered(host).ahead is None:
+            observe("generation", None)
+            host = draw(host, functools.partial(observe, "generation"))
+        with contextlib.ExitStack() as stack:
+            beside = None
+            if state.step + 1 < self.steps:
+                work = functools.partial(draw, host)
+                beside = stack.enter_context(WorkBeside(work, "generation"))
+            drawn = self._rewarded(host, observe, began)
+            if beside is None:
+                yield drawn
+            else:
+                drawn.check = beside.check
+                yield drawn
+                waits = time.perf_counter()
+                observe("waiting", None)
+                drawn.host = beside.result(functools.partial(observe, "waiting"))
+                drawn.metrics["lag/waited_seconds"] = time.perf_counter() - waits
+        drawn.spans = spans + drawn.spans
+
+    def draw_ahead(self, models: ModelPair, host: HostState, report: RoundObserver) -> HostState:
+        """Draw the samples of the next prompts, to be rewarded later; return the host with them.
+
+        models: as they are after the host's updates. `report` hears of each round.
+        """
+
+        def observe(phase: str, told: RoundReport | PhaseParts | None) -> None:
+            if isinstance(told, RoundReport):
+                report(told)
+
+        work = RollOut(host, self.stream.prompts, self.settings, self._later, observe)
+        rows, position = self.stream.batches.take(host.position)
+        before = remembered(host)
+        first_id = before.next_id
+        samples = work.generate(models, rows, first_id, f"samples from {first_id}")
+        stats, spans, metrics = work.close(samples, models[1])
+        began = work.record.began
+        ahead = SamplesAhead(samples, rows, host.step, metrics, began=began, spans=spans)
+        after = before.after(samples, stats, first_id + len(samples))
+        return host.after_draw(position, dataclasses.replace(after, ahead=ahead))
+
+    def _rewarded(self, host: HostState, observe: Observer, began: float) -> Drawn:
+        """Compute the rewards of samples that were drawn ahead, which the host then forgets."""
+        ahead = samples_ahead(host)
+        work = RollOut(host, self.stream.prompts, self.settings, self._later, observe)
+        rewarded = work.reward(ahead.samples, ahead.rows)
+        metrics = ahead.metrics | self.measured(rewarded, attempts=1)
+        metrics["inference/seconds"] = work.metrics["inference/seconds"]
+        rest = dataclasses.replace(remembered(host), ahead=None)
+        after = dataclasses.replace(host, generation=rest)
+        drawn = self.drawn(rewarded, after, metrics, began, [])
+        return dataclasses.replace(drawn, behind=host.step - ahead.drawn_at)
+
+    @property
+    def _later(self) -> Rewards:
+        """Return the rewards, none of which are computed as samples finish."""
+        return dataclasses.replace(self.rewards, eager={})
+
+
+def samples_ahead(host: HostState) -> SamplesAhead:
+    """Return the samples that were drawn ahead, which there must be."""
+    ahead = remembered(host).ahead
+    assert ahead is not None, "Samples were drawn ahead."
+    return ahead

@@ -1,0 +1,77 @@
+"""Samples that the data give: demonstrations, or pairs of a chosen and a rejected one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from contextlib import AbstractContextManager
+
+import numpy as np
+
+from rlhf_jax.data.batches import PromptStream
+from rlhf_jax.data.tokenizer import Tokenizer
+from rlhf_jax.sequences.batch import Sequences
+from rlhf_jax.sources.drawn import Drawn
+from rlhf_jax.state import HostState, Observer, RunState
+
+
+@dataclasses.dataclass(frozen=True)
+class GivenSamples:
+    """Give each step the samples of its rows; those of a row are a group."""
+
+    stream: PromptStream
+    given: list[list[np.ndarray]]  # of each prompt its samples, [R] int32
+    max_length: int  # tokens of the longest prompt and sample
+    tokenizer: Tokenizer
+
+    def draw(self, state: RunState, observe: Observer) -> AbstractContextManager[Drawn]:
+        """Take the samples of the next rows."""
+        del observe
+        began = time.perf_counter()
+        rows, position = self.stream.batches.take(state.host.position)
+        batch = self._sequences(rows)
+        metrics = {
+            "response/length_mean": float(batch.mask.sum(axis=1).mean()),
+            "data/epoch": position["position"] / position["count"],
+        }
+        host = state.host.after_draw(position)
+        return contextlib.nullcontext(Drawn(batch, host, metrics, self._table(rows), began))
+
+    def longest(self, host: HostState) -> Sequences:
+        """Return the samples of the next rows, which are known."""
+        rows, _ = self.stream.batches.take(host.position)
+        return self._sequences(rows)
+
+    def _sequences(self, rows: np.ndarray) -> Sequences:
+        """Return the samples of some rows behind their prompts; they are under the mask.
+
+        Of pairs, `preference` is 1 for the chosen one, which is first, and -1 for the other.
+        """
+        given = self.given
+        prompts = self.stream.prompts.tokens
+        each = len(given[0])
+        tokens = np.zeros((len(rows) * each, self.max_length), np.int32)
+        mask = np.zeros(tokens.shape, bool)
+        for place, (row, field) in enumerate((row, field) for row in rows for field in range(each)):
+            start = len(prompts[row])
+            end = start + len(given[row][field])
+            tokens[place, :start] = prompts[row]
+            tokens[place, start:end] = given[row][field]
+            mask[place, start:end] = True
+        batch = Sequences(tokens, mask, np.repeat(np.arange(len(rows), dtype=np.int32), each))
+        ids = np.repeat(rows, each) * each + np.tile(np.arange(each), len(rows))
+        batch = batch.with_columns(sample_ids=ids.astype(np.uint32))
+        if each == 1:
+            return batch
+        signs = np.tile(np.array([1, -1], np.float32), len(rows))
+        return batch.with_columns(preference=signs)
+
+    def _table(self, rows: np.ndarray) -> list[dict[str, str]]:
+        """Return one row a sample, for people to read."""
+        texts = self.stream.prompts.texts
+        return [
+            {"prompt": texts[row], "response": self.tokenizer.decode(tokens)}
+            for row in rows
+            for tokens in self.given[row]
+        ]

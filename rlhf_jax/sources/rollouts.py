@@ -1,0 +1,207 @@
+"""Roll-outs: samples of a step's prompts and their rewards, drawn again where all are alike."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import numpy as np
+
+from rlhf_jax.data.batches import PromptStream
+from rlhf_jax.generation.requests import Request, Sample, as_sequences
+from rlhf_jax.generation.speculative.round import ModelPair
+from rlhf_jax.generation.stage import GenerationSettings
+from rlhf_jax.inference.overlap import Scoring, ScoringQueue
+from rlhf_jax.inference.scoring import ScoringSettings
+from rlhf_jax.losses.advantages import groups_with_signal
+from rlhf_jax.model.decoding import decoding_models, decoding_weights
+from rlhf_jax.monitoring.trace import Span, since
+from rlhf_jax.rewards.samples import Rewards, table_of
+from rlhf_jax.sequences.batch import Sequences
+from rlhf_jax.sources.drawn import Drawn
+from rlhf_jax.sources.roll_out import RewardedSamples, RollOut
+from rlhf_jax.state import HostState, Observer, RunState, remembered
+from rlhf_jax.types import Model, Models
+
+__all__ = ["Rollouts", "choose_groups"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollouts:
+    """Draw samples of prompts by the policy as it is, and compute their rewards.
+
+    With `resample`, prompts whose samples all have one reward are set aside and others drawn, up to
+    that many more roll-outs; those set aside fill what is still missing (dynamic sampling: DAPO, Yu
+    et al. 2025, 3.2). Sample ids count on from step to step, whatever changes between, so that a
+    run uses no noise twice unless it is asked to repeat some.
+    """
+
+    stream: PromptStream
+    settings: GenerationSettings
+    rewards: Rewards
+    scoring: ScoringSettings  # by which slices with nothing left to decode score, too
+    frozen: Mapping[str, Model]  # by role, the models that are not trained
+    reward_lanes: tuple[int, ...] = ()  # of the timeline, where reward models work
+
+    def draw(self, state: RunState, observe: Observer) -> AbstractContextManager[Drawn]:
+        """Roll out as many prompts as a step has, more than once where they have no signal.
+
+        All is drawn when the context begins, and generation's weights are gone.
+        """
+        host = state.host
+        before = remembered(host)
+        settings = self.settings
+        models = self.models(state)
+        queue = self._queue(models[0], state.models)
+        work = RollOut(host, self.stream.prompts, settings, self.rewards, observe, queue)
+        position = host.position
+        draws: list[RewardedSamples] = []
+        for attempt in range(settings.resample + 1):
+            rows, position = self.stream.batches.take(position)
+            first_id = before.next_id + sum(len(draw.samples) for draw in draws)
+            name = f"step {state.step} attempt {attempt}"
+            samples = work.generate(models, rows, first_id, name)
+            draws.append(work.reward(samples, rows))
+            whole = _join(draws)
+            kept, enough = choose_groups(
+                whole.clipped, settings.samples_per_prompt, settings.prompts_per_step
+            )
+            if enough:
+                break
+        stats, spans, metrics = work.close(whole.samples, models[1])
+        samples = [whole.samples[row] for row in kept]
+        next_id = before.next_id + len(whole.samples)
+        drawn = self.drawn(
+            whole.take(kept),
+            host.after_draw(position, before.after(samples, stats, next_id)),
+            metrics | self.measured(whole, attempts=len(draws)),
+            began=work.record.began,
+            spans=spans,
+        )
+        return contextlib.nullcontext(dataclasses.replace(drawn, scored=work.scored))
+
+    def longest(self, host: HostState) -> Sequences:
+        """Return samples of the next prompts that are as long as may be."""
+        settings = self.settings
+        rows, _ = self.stream.batches.take(host.position)
+        top_k = settings.decoding.sampling.top_k
+        tokens = settings.max_new_tokens
+        samples = [
+            Sample(
+                0,
+                Request(self.stream.prompts.tokens[row], (0,), tokens),
+                [],
+                tokens=[0] * tokens,
+                logprobs=[0.0] * tokens,
+                support=[np.zeros(top_k, np.int32)] * tokens if top_k else [],
+            )
+            for row in np.repeat(rows, settings.samples_per_prompt)
+        ]
+        return as_sequences(samples, settings.decoding.max_length).with_columns(
+            rewards=np.zeros(len(samples), np.float32),
+            ended=np.ones(len(samples), bool),  # else none may be trained on (drop_overlong)
+        )
+
+    def models(self, state: RunState) -> ModelPair:
+        """Return policy and drafter as generation has them."""
+        return decoding_models(state.models, self.frozen, self.settings.layout)
+
+    def drawn(
+        self,
+        rewarded: RewardedSamples,
+        host: HostState,
+        metrics: dict[str, float],
+        began: float,
+        spans: list[Span],
+    ) -> Drawn:
+        """Return rewarded samples as a step reads them."""
+        batch = as_sequences(rewarded.samples, self.settings.decoding.max_length)
+        count = len(rewarded.samples)
+        of_rewards = [
+            Span(lane, "inference", *rewarded.rewarded, count, "reward_inference", 0)
+            for lane in self.reward_lanes
+        ]
+        return Drawn(
+            batch.with_columns(rewards=rewarded.clipped, ended=rewarded.ended),
+            host,
+            metrics,
+            table_of(rewarded.responses, rewarded.rewards if self.rewards.function else None),
+            began,
+            spans + since(of_rewards, began),
+        )
+
+    def measured(self, drawn: RewardedSamples, attempts: int) -> dict[str, float]:
+        """Measure all that was drawn for a step, and what it was worth."""
+        unfinished = float(1 - drawn.ended.mean())
+        metrics = drawn.metrics | {
+            "generation/attempts": attempts,
+            "response/unfinished": unfinished,
+        }
+        if self.rewards.function is None:
+            return metrics
+        differ = groups_with_signal(drawn.clipped, self.settings.samples_per_prompt)
+        return metrics | {
+            "generation/groups_without_signal": float(1 - differ.mean()),
+            "reward/mean": float(np.nanmean(drawn.rewards)),
+            "reward/std": float(np.nanstd(drawn.rewards)),
+        }
+
+    def _queue(self, policy: Model, models: Models) -> ScoringQueue | None:
+        """Make the queue of what slices score beside generation; None where none does.
+
+        policy: as generation has it.
+        """
+        if not self.settings.scoring_seconds:
+            return None
+        layout = self.settings.layout
+        length = self.settings.decoding.max_length
+        rows = max(1, self.scoring.microbatch_rows // layout.slices)
+        place = functools.partial(decoding_weights, layout=layout)
+        rewards = {
+            name: dataclasses.replace(one, model=place(one.model), rows=rows, length_bucket=length)
+            for name, one in self.rewards.models.items()
+        }
+        scoring = self.scoring.models_of(models, self.frozen)
+        return ScoringQueue(
+            Scoring(
+                {role: policy if role == "policy" else place(one) for role, one in scoring.items()},
+                temperature=self.scoring.temperature,
+                rows=rows,
+                length_bucket=self.scoring.length_bucket,
+                max_length=length,
+                rewards=rewards,
+            )
+        )
+
+
+def choose_groups(rewards: np.ndarray, group: int, wanted: int) -> tuple[np.ndarray, bool]:
+    """Choose the samples [wanted * group] of prompts whose rewards differ.
+
+    Returns their indices, in order, and whether there are so many prompts; where there are not,
+    the first of the others fill up.
+    """
+    differ = groups_with_signal(rewards, group)
+    chosen = np.sort(np.argsort(~differ, kind="stable")[:wanted])
+    indices = (chosen[:, None] * group + np.arange(group)).reshape(-1)
+    return indices, int(differ.sum()) >= wanted
+
+
+def _join(draws: Sequence[RewardedSamples]) -> RewardedSamples:
+    """Join several roll-outs; of metrics, failures add up, and the rest are means."""
+    names = dict.fromkeys(name for draw in draws for name in draw.metrics)
+    metrics = {}
+    for name in names:
+        values = [draw.metrics[name] for draw in draws if name in draw.metrics]
+        metrics[name] = float(np.sum(values) if name.endswith("/failed") else np.mean(values))
+    return RewardedSamples(
+        samples=[sample for draw in draws for sample in draw.samples],
+        responses=[response for draw in draws for response in draw.responses],
+        rewards=np.concatenate([draw.rewards for draw in draws]),
+        clipped=np.concatenate([draw.clipped for draw in draws]),
+        ended=np.concatenate([draw.ended for draw in draws]),
+        metrics=metrics,
+        rewarded=draws[-1].rewarded,
+    )
