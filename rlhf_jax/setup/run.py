@@ -54,9 +54,10 @@ def make_run(
         generation = settings.generation_settings(opened, stack)
         rewards = _rewards(opened, stack, alive)
         reward_lanes = lanes.of_call.get("reward_inference", ())
-        source = Rollouts(stream, generation, rewards, scoring, frozen, reward_lanes)
+        kind = Rollouts
         if config.training.lag:
-            source = RolloutsAhead(**vars(source), steps=config.steps)
+            kind = functools.partial(RolloutsAhead, steps=config.steps)
+        source = kind(stream, generation, rewards, scoring, frozen, reward_lanes)
         if opened.held_out is not None:
             decoding = generation.decoding
             evaluation = _evaluation(opened, opened.held_out, decoding, rewards, stack, alive)

@@ -26,8 +26,6 @@ from rlhf_jax.sources.roll_out import RewardedSamples, RollOut
 from rlhf_jax.state import HostState, Observer, RunState, remembered
 from rlhf_jax.types import Model, Models
 
-__all__ = ["Rollouts", "choose_groups"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Rollouts:
@@ -57,6 +55,7 @@ class Rollouts:
         models = self.models(state)
         queue = self._queue(models[0], state.models)
         work = RollOut(host, self.stream.prompts, settings, self.rewards, observe, queue)
+        group = settings.samples_per_prompt
         position = host.position
         draws: list[RewardedSamples] = []
         for attempt in range(settings.resample + 1):
@@ -66,11 +65,14 @@ class Rollouts:
             samples = work.generate(models, rows, first_id, name)
             draws.append(work.reward(samples, rows))
             whole = _join(draws)
-            kept, enough = choose_groups(
-                whole.clipped, settings.samples_per_prompt, settings.prompts_per_step
-            )
-            if enough:
+            differ = groups_with_signal(whole.clipped, group)
+            if differ.sum() >= settings.prompts_per_step:
                 break
+        # prompts whose rewards differ, in order; where they are too few the first others fill up
+        chosen = np.sort(
+            np.argsort(np.logical_not(differ), kind="stable")[: settings.prompts_per_step]
+        )
+        kept = (chosen[:, None] * group + np.arange(group)).reshape(-1)
         stats, spans, metrics = work.close(whole.samples, models[1])
         samples = [whole.samples[row] for row in kept]
         next_id = before.next_id + len(whole.samples)
@@ -175,18 +177,6 @@ class Rollouts:
                 rewards=rewards,
             )
         )
-
-
-def choose_groups(rewards: np.ndarray, group: int, wanted: int) -> tuple[np.ndarray, bool]:
-    """Choose the samples [wanted * group] of prompts whose rewards differ.
-
-    Returns their indices, in order, and whether there are so many prompts; where there are not,
-    the first of the others fill up.
-    """
-    differ = groups_with_signal(rewards, group)
-    chosen = np.sort(np.argsort(~differ, kind="stable")[:wanted])
-    indices = (chosen[:, None] * group + np.arange(group)).reshape(-1)
-    return indices, int(differ.sum()) >= wanted
 
 
 def _join(draws: Sequence[RewardedSamples]) -> RewardedSamples:
