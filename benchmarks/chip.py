@@ -21,8 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlhf_jax.config import derived, memory
-from rlhf_jax.config.defaults import default
+from rlhf_jax.config import default, derived, memory
 from rlhf_jax.config.hardware import Hardware
 from rlhf_jax.config.memory_parts import GIGA
 from rlhf_jax.config.schema import Config

@@ -36,7 +36,7 @@ from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.reallocation import length_model, planner
 from rlhf_jax.reallocation.length_model import Lengths
 from rlhf_jax.reallocation.planner import ClusterView, Reallocation
-from rlhf_jax.setup import load
+from rlhf_jax.setup.models import load
 
 PROMPT = 16  # tokens of every prompt
 SPREAD = 0.8  # sigma of the logarithm of lengths

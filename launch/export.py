@@ -2,7 +2,7 @@
 
 import sys
 
-from rlhf_jax.command.export import main
+from rlhf_jax.command import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(main(["export", *sys.argv[1:]]))

@@ -2,7 +2,7 @@
 
 import sys
 
-from rlhf_jax.command.plan import main
+from rlhf_jax.command import main
 
 if __name__ == "__main__":
-    sys.exit(main([*sys.argv, "--search"]))
+    sys.exit(main(["plan", *sys.argv[1:], "--search"]))

@@ -2,7 +2,7 @@
 
 import sys
 
-from rlhf_jax.command.report import main
+from rlhf_jax.command import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(main(["report", *sys.argv[1:]]))

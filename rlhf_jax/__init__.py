@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rlhf_jax.algorithms.grpo import GRPO, POLICY_LOSS
     from rlhf_jax.algorithms.ppo import PPO
+    from rlhf_jax.config import default as default_config
     from rlhf_jax.config.algorithms import Algorithm, option
     from rlhf_jax.config.algorithms import register as register_algorithm
-    from rlhf_jax.config.defaults import default as default_config
     from rlhf_jax.generation.engine import generate
     from rlhf_jax.generation.requests import GenerationConfig, Request, Sample, as_sequences
     from rlhf_jax.generation.speculative.protocol import Drafter
@@ -170,7 +170,7 @@ _PLACES = {
     "Run": "run",
     "RunState": "state",
     "StepReport": "run",
-    "default_config": "config.defaults:default",
+    "default_config": "config:default",
     "step": "iteration",
     "train": "trainer",
     # What a user may add.

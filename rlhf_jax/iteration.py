@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from rlhf_jax.inference.prepare import prepare
 from rlhf_jax.inference.scoring import score
 from rlhf_jax.monitoring.parts import CallWatch, PhaseParts
 from rlhf_jax.monitoring.phases import timed
@@ -20,6 +19,7 @@ from rlhf_jax.sources.drawn import Drawn
 from rlhf_jax.state import Observer, RunState, ignore
 from rlhf_jax.training.distill import drafter_age, keep_current
 from rlhf_jax.training.learn import learn, measure_update
+from rlhf_jax.training.prepare import prepare
 from rlhf_jax.types import Models
 
 

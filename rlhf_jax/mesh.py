@@ -118,11 +118,6 @@ class Layout:
         return jax.process_index() in self.owners
 
     @property
-    def is_local(self) -> bool:
-        """Say whether all of its devices belong to this process."""
-        return self.owners == (jax.process_index(),)
-
-    @property
     def is_shared(self) -> bool:
         """Say whether its devices belong to several processes."""
         return isinstance(self.mesh, Mesh) and self.mesh.is_multi_process
@@ -317,7 +312,7 @@ def place_rows(tree: Any, layout: Layout) -> Any:
     if layout.mesh is None:
         return jax.device_put(tree)
     shardings = row_shardings(tree, layout)
-    if layout.is_local:
+    if layout.owners == (jax.process_index(),):
         return jax.device_put(tree, shardings)
     return jax.tree.map(place_parts, tree, shardings)
 

@@ -17,7 +17,6 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from rlhf_jax import setup
 from rlhf_jax.config import earlier
 from rlhf_jax.config.algorithms import algorithm_of
 from rlhf_jax.config.identity import binding_settings
@@ -37,7 +36,10 @@ from rlhf_jax.runtime.files import is_remote
 from rlhf_jax.runtime.signals import Stopped, listen_for_signals
 from rlhf_jax.runtime.slice_groups import slice_group_of
 from rlhf_jax.runtime.watchdog import Watchdog
-from rlhf_jax.setup import Opened
+from rlhf_jax.setup.models import initial_models, source_shapes
+from rlhf_jax.setup.opened import ENDS, Opened, identity
+from rlhf_jax.setup.run import make_run
+from rlhf_jax.setup.settings import initial_host_state, restored_host_state
 from rlhf_jax.state import RunState
 from rlhf_jax.training.learn import NonFiniteStep
 
@@ -86,7 +88,7 @@ class Session:
 
     def restore(self) -> RunState | None:
         """Return the state of the last checkpoint; None where there is none."""
-        found = self._checkpoints.restore(setup.initial_models(self.opened, setup.source_shapes))
+        found = self._checkpoints.restore(initial_models(self.opened, source_shapes))
         if found is None:
             return None
         if distributed.leads():
@@ -94,13 +96,13 @@ class Session:
             print(
                 f"Going on from step {found.step}, saved in {place}; another workdir starts anew.\n"
             )
-        host = setup.restored_host_state(self.opened, found.step, found.host)
+        host = restored_host_state(self.opened, found.step, found.host)
         return RunState(found.state, host)
 
     def begin(self) -> RunState:
         """Load the state before the first step."""
-        models = setup.initial_models(self.opened)
-        return RunState(models, setup.initial_host_state(self.opened))
+        models = initial_models(self.opened)
+        return RunState(models, initial_host_state(self.opened))
 
     def start(self, state: RunState) -> Run:
         """Open the files of the run, show its progress, and load what else it needs."""
@@ -137,7 +139,7 @@ class Session:
                 self._progress.say,
             )
             self._stack.push(self._end_sinks)
-        run = setup.make_run(self.opened, self._stack, self._alive, state.host.remat)
+        run = make_run(self.opened, self._stack, self._alive, state.host.remat)
         self._lanes = run.lanes.names
         self._state = state
         self._stack.push(self._save_at_end)
@@ -355,7 +357,7 @@ def preview(opened: Opened) -> str:
     workdir = opened.config.workdir
     if is_remote(workdir):
         return f"what lies behind {workdir} was not looked at"
-    template = setup.initial_models(opened, setup.source_shapes)
+    template = initial_models(opened, source_shapes)
     step = distributed.run_on_leader(lambda: _checkpoints_of(opened).preview(template))
     if not step:
         return f"a run would begin in {workdir}"
@@ -366,13 +368,13 @@ def preview(opened: Opened) -> str:
 def _checkpoints_of(opened: Opened) -> Checkpoints:
     """Return the checkpoints of a run, not yet entered."""
     asked = opened.config.checkpoint
-    changeable = {*binding_settings(opened.config), setup.ENDS}
+    changeable = {*binding_settings(opened.config), ENDS}
     if opened.config.deterministic:  # another plan sums in another order
         changeable.remove("plan")
     return Checkpoints(
         opened.workdir / "checkpoints",
         asked.keep,
-        setup.identity(opened),
+        identity(opened),
         changeable,
         asked.allow_changes,
         read_identity=earlier.identity,
@@ -383,7 +385,7 @@ def check_alike(opened: Opened) -> None:
     """Raise ValueError where a process was given another config, model or data than the leader."""
     if not distributed.started():
         return
-    found = distributed.gather(setup.identity(opened) | flat(opened.config))
+    found = distributed.gather(identity(opened) | flat(opened.config))
     for rank, other in enumerate(found):
         for key, value in found[0].items():
             if other.get(key) != value:

@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from rlhf_jax import iteration, setup
+from rlhf_jax import iteration
 from rlhf_jax.config import host, memory_parts
 from rlhf_jax.config.schema import Config
 from rlhf_jax.evaluation import evaluate
 from rlhf_jax.generation.stage import compile_first_rounds
 from rlhf_jax.generation.strategy import prior
-from rlhf_jax.inference.prepare import prepare
 from rlhf_jax.inference.scoring import score
 from rlhf_jax.model.decoding import completed, decoding_models
 from rlhf_jax.model.weights import huggingface
@@ -40,10 +39,12 @@ from rlhf_jax.runtime.files import write_atomically
 from rlhf_jax.runtime.foreign import one_line
 from rlhf_jax.runtime.mirror import folder_of, mirrored
 from rlhf_jax.session import Session, preview
-from rlhf_jax.setup import Opened
 from rlhf_jax.setup.describe import print_setup
+from rlhf_jax.setup.opened import Opened, date_of_run
+from rlhf_jax.setup.opened import prepare as prepare_run
 from rlhf_jax.state import RunState, remembered
 from rlhf_jax.training.learn import compile_update
+from rlhf_jax.training.prepare import prepare
 from rlhf_jax.types import ModelConfigs, Models
 
 
@@ -140,8 +141,8 @@ def plan(config: Config) -> None:
 
 def _open(config: Config) -> Opened:
     """Open and check all that a config names, on the day that its run has, and print it."""
-    config.data.date = distributed.run_on_leader(lambda: setup.date_of_run(config))
-    opened = distributed.run_on_all(lambda: setup.prepare(config))
+    config.data.date = distributed.run_on_leader(lambda: date_of_run(config))
+    opened = distributed.run_on_all(lambda: prepare_run(config))
     parts = list(opened.layouts.values())
     layout = training_layout(opened.layouts)
     if layout.role == "pipelined":

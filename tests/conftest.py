@@ -38,6 +38,10 @@ gc.set_threshold(100_000, 10, 10)
 PROGRAMS = Path.home() / ".cache" / "rlhf_jax" / "tests"
 KEPT_DAYS = 14
 
+# Of a program that runs a few times, compiling it well is most of the cost. Tests held to a time
+# and those of a GPU have programs as users have them, and so has what asks for `compiled_well`.
+SOON = "jax_disable_most_optimizations"
+
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -80,6 +84,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    if not str(config.getoption("markexpr")).startswith(("alone", "gpu")):
+        jax.config.update(SOON, True)
+        if jax.__version_info__ < (0, 11):  # later ones have no other emitters, and no such flag
+            os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -128,15 +136,13 @@ def no_more_programs_than_needed() -> Iterator[None]:
     jax.clear_caches()
 
 
-@pytest.fixture(scope="module")
-def compiled_soon() -> Iterator[None]:
-    """Programs are compiled soon rather than well: of one that runs a few times that is most of the
-    cost. For modules that compare runs, or parts of them, with each other, by no clock.
-    """
-    name = "jax_disable_most_optimizations"
-    jax.config.update(name, True)
+@pytest.fixture
+def compiled_well() -> Iterator[None]:
+    """Programs are what users run, for tests of the programs themselves."""
+    before = jax.config.read(SOON)
+    jax.config.update(SOON, False)
     yield
-    jax.config.update(name, False)
+    jax.config.update(SOON, before)
 
 
 @pytest.fixture(scope="session")

@@ -115,8 +115,9 @@ def of_product(sources: Sources) -> dict[str, Source]:
     return {path: one for path, one in sources.items() if path.split("/")[0] in PRODUCT}
 
 
-def functions(source: Source) -> Iterator[Function]:
-    """Yield every function of a file: methods and nested ones, too."""
+@functools.cache  # as most rules ask for them, and for their lines
+def functions(source: Source) -> tuple[Function, ...]:
+    """Return every function of a file: methods and nested ones, too."""
 
     def visit(node: ast.AST, owner: str, nested: bool) -> Iterator[Function]:
         for child in ast.iter_child_nodes(node):
@@ -128,7 +129,7 @@ def functions(source: Source) -> Iterator[Function]:
             else:
                 yield from visit(child, owner, nested)
 
-    yield from visit(source.tree, "", False)
+    return tuple(visit(source.tree, "", False))
 
 
 def all_functions(sources: Sources) -> list[Function]:

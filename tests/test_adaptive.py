@@ -30,8 +30,6 @@ from rlhf_jax.generation.strategy.predict import Situation
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.mesh import ONE_DEVICE, Layout, make_mesh, model_shardings
 
-pytestmark = pytest.mark.usefixtures("compiled_soon")
-
 NAMES = (
     "plain",
     "lookup-chain-1",
@@ -166,6 +164,7 @@ def test_a_changed_policy_replays_most_of_its_earlier_text(target, earlier):
     assert sum(report.tokens for report in other) / sum(report.live for report in other) < 1.5
 
 
+@pytest.mark.slow
 def test_rounds_are_packed_where_half_of_the_texts_stray(target, earlier):
     """Verifying costs here, and of the samples that wait for rows half have an earlier text of
     somebody else's.

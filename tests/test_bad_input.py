@@ -31,8 +31,6 @@ from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.runtime.checkpoint import store
 from rlhf_jax.runtime.checkpoint.folder import steps
 
-pytestmark = pytest.mark.usefixtures("compiled_soon")
-
 PROGRAMS = {
     name: runpy.run_path(str(ROOT / "launch" / f"{name}.py"), run_name="launch")["main"]
     for name in ("train", "export", "report")

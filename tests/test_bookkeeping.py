@@ -21,8 +21,6 @@ from rlhf_jax.rewards.combination import Response, Term, as_scores, weighted
 from rlhf_jax.sources import roll_out
 from rlhf_jax.state import UNUSED_ID, remembered
 
-pytestmark = pytest.mark.usefixtures("compiled_soon")
-
 CODE = """
 import jax.numpy as jnp
 

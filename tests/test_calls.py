@@ -10,8 +10,6 @@ import rlhf_jax
 from rlhf_jax.config import command_line
 from rlhf_jax.monitoring import console
 
-pytestmark = pytest.mark.usefixtures("compiled_soon")
-
 PROMPTS = [f"Say {word}" for word in "abcdefgh"]
 
 

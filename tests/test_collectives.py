@@ -10,6 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rlhf_jax.mesh import make_mesh
 from rlhf_jax.placement.search.collectives import find_collectives, group_size, shape_bytes
 
+pytestmark = pytest.mark.usefixtures("compiled_well")
+
 HEADER = "HloModule jit_f, is_scheduled=true, replica_count=1, num_partitions=8\n"
 
 

@@ -11,8 +11,7 @@ import tiny_run
 
 from rlhf_jax import command
 from rlhf_jax.command import config as config_command
-from rlhf_jax.config import command_line, schema
-from rlhf_jax.config.defaults import default
+from rlhf_jax.config import command_line, default, schema
 
 
 def test_every_command_has_help(capsys):

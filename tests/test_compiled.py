@@ -32,7 +32,7 @@ from rlhf_jax.planner.planned import plan_run
 from rlhf_jax.planner.programs import programs
 from rlhf_jax.planner.topology import topology_devices
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("uncached")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("uncached", "compiled_well")]
 
 TOLERANCE = 0.15  # of a formula
 SMALL_BYTES = 5e5  # of numbers of which there are a few for each row: no formula counts them

@@ -10,9 +10,8 @@ import sys
 
 import pytest
 
-from rlhf_jax.config import checks, command_line, validation
+from rlhf_jax.config import checks, command_line, default, validation
 from rlhf_jax.config import schema as configs
-from rlhf_jax.config.defaults import default
 from rlhf_jax.config.reward_checks import OWN_MEASURES
 from rlhf_jax.types import ModelConfig, ModelConfigs
 

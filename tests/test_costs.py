@@ -35,6 +35,8 @@ from rlhf_jax.training.gradients import accumulate
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
+pytestmark = pytest.mark.usefixtures("compiled_well")
+
 TOLERANCE = 0.15
 SMALL = ModelConfig("llama", 1024, 512, 2048, 4, 8, 8, 64, 8192)
 TWO_OF_8B = dataclasses.replace(LLAMA_8B, num_layers=2)

@@ -20,8 +20,6 @@ from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.setup import opened
 from rlhf_jax.setup.opened import _open_dated
 
-pytestmark = pytest.mark.usefixtures("compiled_soon")
-
 DATED = "Today: {{ strftime_now('%d %b %Y %X') }} " + tiny_run.TEMPLATE
 YESTERDAY = datetime.date(2026, 3, 1)
 TODAY = YESTERDAY + datetime.timedelta(days=1)
@@ -60,6 +58,7 @@ def saved_date(workdir: Path) -> str:
     return json.loads(document.read_text())["identity"]["data.date"]
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_tomorrow_has_the_prompts_of_its_first_day(
     command, clock, tmp_path, monkeypatch, capsys
 ):
@@ -89,6 +88,7 @@ def test_a_run_that_goes_on_tomorrow_has_the_prompts_of_its_first_day(
     assert lines(tmp_path / "other" / "samples.jsonl") != found[0][:16], "it does print the date"
 
 
+@pytest.mark.slow
 def test_the_date_may_be_given(command, clock, tmp_path, capsys):
     clock(YESTERDAY)
     assert launch["main"](command(steps=1, data__date="2024-02-29")) == 0

@@ -16,8 +16,6 @@ from safetensors.numpy import load_file
 from test_processes import TWO_SLICES, launched, one, place, ranks_of, two  # noqa: F401
 from tiny_run import lines
 
-pytestmark = pytest.mark.usefixtures("compiled_soon")
-
 PPO = TWO_SLICES | {"evaluation__every": 0, "algorithm__name": "ppo"}
 LAGGED = PPO | {"steps": 4, "plan": "disaggregated", "training__lag": 1, "deterministic": True}
 NUMBERS = ("loss/policy", "loss/value", "kl/mean", "gradient/norm")

@@ -23,11 +23,9 @@ from rlhf_jax.generation.speculative.round import run_round
 from rlhf_jax.generation.speculative.sampling import UNTRUNCATED, Sampling
 from rlhf_jax.generation.strategy.acceptance import DEPTHS, RANKS
 from rlhf_jax.mesh import Layout, make_mesh, pin_rows, place_rows, row_shardings
-from rlhf_jax.model import cache as kv
+from rlhf_jax.model.attention import empty_cache
 from rlhf_jax.model.transformer import forward, logits
 from rlhf_jax.types import DecodeState, DraftState, Strategy
-
-pytestmark = pytest.mark.usefixtures("compiled_soon")
 
 SLOTS = 48
 NOBODY = np.full((1, 0), -1, np.int32)
@@ -345,9 +343,9 @@ def begun(target, drafter, temperature: float) -> DecodeState:
         limit=jnp.arange(TEXTS, dtype=jnp.int32) + 52,
         key=jnp.asarray(key),
         temperature=jnp.full((TEXTS,), temperature, jnp.float32),
-        cache=kv.empty(target.config, TEXTS, slots, jnp.float32),
+        cache=empty_cache(target.config, TEXTS, slots, jnp.float32),
         draft=DraftState(
-            kv.empty(drafter.config, TEXTS, slots, jnp.float32), jnp.zeros((TEXTS,), jnp.int32)
+            empty_cache(drafter.config, TEXTS, slots, jnp.float32), jnp.zeros((TEXTS,), jnp.int32)
         ),
     )
 
@@ -390,7 +388,7 @@ def test_one_teacher_forced_pass_foretells_every_round(target, drafter, length, 
     mask = np.arange(state.tokens.shape[1]) < np.asarray(state.length)[:, None]
     mask[:, 0] = False
     given = state.tokens, mask, state.key, state.temperature
-    rank, sure = map(np.asarray, teacher.score(drafter, *given, sampling.truncation, rows=3))
+    rank, sure = map(np.asarray, teacher.score(drafter, *given, sampling.truncation))
     for row in range(TEXTS):
         foretold = rounds_foretold(rank[row], 1, int(state.length[row]), length)
         assert foretold == [count for count in gained[:, row].tolist() if count]
@@ -402,20 +400,19 @@ def test_one_teacher_forced_pass_foretells_every_round(target, drafter, length, 
     )
 
 
-def test_the_pass_is_the_same_in_any_slices(drafter, monkeypatch):
+def test_the_pass_is_the_same_in_any_blocks(drafter, monkeypatch):
     rng = np.random.default_rng(2)
     tokens = rng.integers(0, 300, (4, 40)).astype(np.int32)
     mask = (np.arange(40) > 3) & (np.arange(40) < rng.integers(10, 40, 4)[:, None])
     key = np.stack([np.full(4, SEED), np.arange(4)], axis=1).astype(np.uint32)
     temperature = np.array([1.0, 0.7, 0.0, 1.3], np.float32)
     given = tokens, mask, key, temperature, UNTRUNCATED
-    whole = teacher.score(drafter, *given, rows=4)
-    monkeypatch.setattr(teacher, "HEAD_TOKENS", 14)
-    for rows in (1, 2):
-        parts = teacher.score(drafter, *given, rows=rows)
+    whole = teacher.score(drafter, *given)
+    for tokens_of_block in (14, 50):
+        monkeypatch.setattr(teacher, "HEAD_TOKENS", tokens_of_block)
+        jax.clear_caches()
+        parts = teacher.score(drafter, *given)
         jax.tree.map(np.testing.assert_array_equal, parts, whole)
-    with pytest.raises(ValueError, match="4 rows cannot be scored 3 at a time"):
-        teacher.score(drafter, *given, rows=3)
 
 
 def test_observations_end_at_a_miss_a_lower_rank_and_the_texts_end():

@@ -16,7 +16,7 @@ from folders import Fact
 
 from rlhf_jax.command import train
 from rlhf_jax.command.export import export
-from rlhf_jax.generation.stop_strings import StopStrings
+from rlhf_jax.generation.requests import StopStrings
 from rlhf_jax.model.weights import huggingface
 from rlhf_jax.model.weights.source import open_source
 

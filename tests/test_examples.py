@@ -40,6 +40,7 @@ def a_new_drafter_writes_the_plain_text(said: str) -> None:
 SHOWN = {"new_drafter": a_new_drafter_writes_the_plain_text}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
 def test_an_example_runs(example):
     said = said_by(example)

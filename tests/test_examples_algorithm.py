@@ -5,11 +5,13 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 import tiny_run
 
 EXAMPLE = tiny_run.ROOT / "docs" / "examples" / "new_algorithm.py"
 
 
+@pytest.mark.slow
 def test_a_run_of_the_example_trains(tmp_path):
     """The loss begins at log 2, as policy and reference are one; then the policy leaves it."""
     assert len(EXAMPLE.read_text().splitlines()) < 40

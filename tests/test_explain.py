@@ -20,6 +20,7 @@ from test_distill import CONFIG, make, responses_of, run
 from test_select import READING, World, distill_drafter, rates, selector
 from tiny_run import lines
 
+from rlhf_jax.command import main
 from rlhf_jax.command import strategy as command
 from rlhf_jax.config import default
 from rlhf_jax.generation.requests import RoundReport
@@ -30,8 +31,6 @@ from rlhf_jax.runtime.checkpoint.store import Checkpoints
 from rlhf_jax.training.distill import DISTILLATION, Distillation, distill, student_of
 from rlhf_jax.training.gradients import Learner
 from rlhf_jax.training.learn import trained
-
-pytestmark = pytest.mark.usefixtures("compiled_soon")
 
 CHAIN = trees.parse("model-chain-4")
 
@@ -225,7 +224,7 @@ def test_the_command_shows_the_tables_of_the_checkpoint(workdir):
     ],
 )
 def test_what_cannot_be_shown_is_one_sentence(workdir, words, said, capsys):
-    assert printed(workdir[0], *words)[0] == 2
+    assert main(["strategy", str(workdir[0]), *map(str, words)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and said in error and error.count("\n") == 1
 
@@ -247,7 +246,7 @@ def test_a_run_without_choices_is_one_sentence(tmp_path, config, said, capsys):
         whole = json.loads(default().to_json_best_effort()) if config["generation"] else {}
         whole |= {"generation": whole.get("generation", {}) | config["generation"]}
         (tmp_path / "config.json").write_text(json.dumps(whole))
-    assert printed(tmp_path)[0] == 2
+    assert main(["strategy", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and said in error and error.count("\n") == 1
 
@@ -259,6 +258,7 @@ def test_live_rows_are_spread_up_to_the_most():
 # A student beside itself as it began
 
 
+@pytest.mark.slow
 def test_a_student_that_never_learns_is_measured_beside_the_one_that_does():
     """Of four words, so that many tokens are drawn alike by chance: the two are equal at first, on
     the same rows.

@@ -105,6 +105,7 @@ def run(words, **changes: str):
     return subprocess.run(words, capture_output=True, text=True, env=environment)
 
 
+@pytest.mark.slow
 def test_all_come_from_one_short_file(tmp_path):
     for source in (OWN, SCORES):
         assert len(source.splitlines()) < 40 and "._" not in source

@@ -14,8 +14,6 @@ from tiny_run import ROOT, lines
 from rlhf_jax.rewards import combination
 from rlhf_jax.setup import run as run_of
 
-pytestmark = pytest.mark.usefixtures("compiled_soon")
-
 PPO = {"algorithm__name": "ppo", "training__minibatches": 2}
 STEPS = 2
 launch = runpy.run_path(str(ROOT / "launch" / "train.py"), run_name="launch")

@@ -16,14 +16,13 @@ from tiny_stage import requests
 
 from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.generation.engine import generate
-from rlhf_jax.generation.requests import GenerationConfig, Request, as_sequences
+from rlhf_jax.generation.requests import GenerationConfig, Request, StopStrings, as_sequences
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.drafters import model as model_drafter
 from rlhf_jax.generation.speculative.drafters.lookup import LOOKUP
 from rlhf_jax.generation.speculative.drafters.search import propose
 from rlhf_jax.generation.speculative.round import run_round
 from rlhf_jax.generation.speculative.sampling import UNTRUNCATED, Sampling
-from rlhf_jax.generation.stop_strings import StopStrings
 from rlhf_jax.inference.scoring import score_sequences
 from rlhf_jax.model.transformer import forward, init, logits, unstack
 from rlhf_jax.model.weights.source import open_source
@@ -138,7 +137,7 @@ def at_temperatures() -> list[Request]:
         ("plain", "replayable", 0),
         ("model-tree-2x2", "replayable", 0),
         ("lookup-chain-4", "replayable", 20),
-        ("model-chain-3", "rejection", 0),
+        slow("model-chain-3", "rejection", 0),
         slow("model-tree-2x2", "rejection", 20),
     ],
 )

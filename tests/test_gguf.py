@@ -18,8 +18,7 @@ from rlhf_jax.model import transformer, weight_table
 from rlhf_jax.model.families import FAMILIES
 from rlhf_jax.model.families.family import GGUF_NAMES, Family
 from rlhf_jax.model.weights import gguf, gguf_file, huggingface
-from rlhf_jax.model.weights.ends import find_ends
-from rlhf_jax.model.weights.source import open_source
+from rlhf_jax.model.weights.source import find_ends, open_source
 from rlhf_jax.types import Model, ModelConfig, RopeScaling
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -247,6 +246,7 @@ def test_smollm2_writes_the_same_greedy_text_as_transformers(smollm2: Path):
             assert actual == expected or gap < 1e-3, sample["chat"]
 
 
+@pytest.mark.slow
 def test_smollm2_saved_as_a_folder_is_the_same_model(smollm2: Path, tmp_path: Path):
     source = open_source(smollm2)
     model = source.load(jnp.bfloat16)

@@ -28,6 +28,8 @@ from pallas_kernels.shapes import BLOCK
 from pallas_kernels.tree_attention import gpu as attention
 from pallas_kernels.verify_head import gpu as head
 
+pytestmark = pytest.mark.usefixtures("compiled_well")
+
 SIZES = (
     (64, 33),
     *(

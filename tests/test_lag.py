@@ -19,10 +19,9 @@ import test_resume
 import tiny_run
 from tiny_run import ROOT, lines
 
-from rlhf_jax import iteration, setup
-from rlhf_jax.config import derived, generation_checks, memory, schema
+from rlhf_jax import iteration
+from rlhf_jax.config import default, derived, generation_checks, memory, schema
 from rlhf_jax.config.command_line import read
-from rlhf_jax.config.defaults import default
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.generation.ahead import SamplesAhead, restore_samples
 from rlhf_jax.generation.requests import Request, Sample, as_sequences
@@ -30,6 +29,7 @@ from rlhf_jax.placement.presets import plan_of
 from rlhf_jax.runtime.beside import Abandoned, WorkBeside
 from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.session import Session
+from rlhf_jax.setup.opened import date_of_run, prepare
 from rlhf_jax.sources import rollouts
 from rlhf_jax.sources.ahead import RolloutsAhead, samples_ahead
 from rlhf_jax.training.importance import importance_weights, weigh_advantages
@@ -37,7 +37,6 @@ from rlhf_jax.types import ModelConfigs
 
 launch = runpy.run_path(str(ROOT / "launch" / "train.py"), run_name="launch")
 
-pytestmark = pytest.mark.usefixtures("compiled_soon")
 
 LAGGED = {"plan": "disaggregated", "training__lag": 1, "deterministic": True}
 RESUMED = test_placement.RESUMED | {"training__lag": 1, "generation__resample": 0, "steps": 5}
@@ -246,8 +245,8 @@ def test_samples_are_one_update_behind_and_replayed(run):
     for number in ("2", "3", "4"):
         shutil.rmtree(workdir / "checkpoints" / number)
     config = read(run.command("one", **changes))
-    config.data.date = setup.date_of_run(config)
-    opened = setup.prepare(config)
+    config.data.date = date_of_run(config)
+    opened = prepare(config)
     with contextlib.suppress(SystemExit), Session(opened) as session:
         state = session.restore()
         assert state is not None and state.step == 1

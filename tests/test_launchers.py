@@ -93,6 +93,7 @@ def launched(
     return heard, done
 
 
+@pytest.mark.slow
 def test_every_host_of_a_tpu_hears_the_words_as_they_were_written(tmp_path):
     heard, done = launched(tmp_path, "launch/tpu.sh", "name", "zone", *HARD)
     own = ["launch/train.py", "--processes", "auto", *HARD]

@@ -9,7 +9,6 @@ import pytest
 
 from rlhf_jax.reallocation import length_model
 from rlhf_jax.reallocation.length_model import CHANCES, Lengths
-from rlhf_jax.reallocation.settings import LENGTH_SETTINGS
 
 
 def drawn(count: int, seed: int = 0) -> np.ndarray:
@@ -72,7 +71,7 @@ def test_earlier_roll_outs_sharpen_the_law():
     law = law_of(drawn(100_000))
     tokens = drawn(400_000, 2)
     luck = np.random.default_rng(3)
-    noisy = tokens * luck.lognormal(0, LENGTH_SETTINGS.spread, len(tokens))
+    noisy = tokens * luck.lognormal(0, length_model.SPREAD, len(tokens))
     for told, generated in ((60.0, 0), (60.0, 50), (900.0, 0), (900.0, 600)):
         alike = tokens[(np.abs(np.log(noisy / told)) < 0.05) & (tokens > generated)] - generated
         found = left(law, generated, [np.array([told])])[0]

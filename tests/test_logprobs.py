@@ -19,8 +19,6 @@ from rlhf_jax.model.transformer import forward, init, logits
 from rlhf_jax.runtime import jax_internals
 from rlhf_jax.sequences.batch import Sequences
 
-pytestmark = pytest.mark.usefixtures("compiled_soon")
-
 
 def naive_attention(query, key, value):
     """Full [Q, Q] weights, heads repeated."""

@@ -19,9 +19,8 @@ from benchmarks import compiled
 from rlhf_jax import mesh
 from rlhf_jax.algorithms.grpo import POLICY_LOSS
 from rlhf_jax.algorithms.ppo import CRITIC_LOSS
-from rlhf_jax.config import command_line, derived, host, memory, memory_parts, validation
+from rlhf_jax.config import command_line, default, derived, host, memory, memory_parts, validation
 from rlhf_jax.config import schema as configs
-from rlhf_jax.config.defaults import default
 from rlhf_jax.generation import rows, scheduler
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.inference.scoring import score_packed
@@ -33,6 +32,8 @@ from rlhf_jax.training.distill import DISTILLATION, student_config, student_of
 from rlhf_jax.training.gradients import accumulate
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import ModelConfig, ModelConfigs, RopeScaling
+
+pytestmark = pytest.mark.usefixtures("compiled_well")
 
 ROOT = pathlib.Path(__file__).parents[1]
 

@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_jax import mesh as meshes
 from rlhf_jax.mesh import Layout
-from rlhf_jax.model import cache, transformer
+from rlhf_jax.model import transformer
+from rlhf_jax.model.attention import empty_cache
 from rlhf_jax.types import ModelConfig
 
 SHAPES = [(2, 2, 2), (1, 8, 1), (1, 4, 2), (8, 1, 1), (1, 1, 8)]
@@ -184,7 +185,7 @@ def test_rows_lie_over_data_and_fsdp_and_caches_over_tensor_too(config):
     rows = {
         "tokens": jnp.zeros((8, 16)),
         "done": jnp.zeros(8),
-        "cache": cache.empty(config, 8, 16, jnp.float32),
+        "cache": empty_cache(config, 8, 16, jnp.float32),
     }
     rows |= {"scalar": jnp.zeros(()), "odd": jnp.zeros((6, 3)), "bits": jnp.zeros((8, 3, 3))}
     shapes = shard_shapes(rows, meshes.row_shardings(rows, Layout(meshes.make_mesh(2, 2, 2))))

@@ -144,7 +144,8 @@ def test_only_what_learns_has_gradients_and_moments_whether_there_are_rewards_or
 
 
 def test_a_critic_needs_a_name_of_its_own(read, monkeypatch):
-    for scores, losses in (((), {"reward": CRITIC_LOSS}), (("student",), PPO.losses)):
+    cases = ((), {"reward": CRITIC_LOSS}), (("student",), PPO.losses), (("sinks",), PPO.losses)
+    for scores, losses in cases:
         named = dataclasses.replace(PPO, scores=scores, losses=losses)
         monkeypatch.setitem(algorithms.ALGORITHMS, "named", named)
         with pytest.raises(ValueError, match="as something else of a run is; give it another"):
@@ -156,7 +157,7 @@ def test_a_critic_that_is_not_trained_has_values_already(read, tmp_path):
         trainer.plan(read(own("JUDGE_ALONE"), critic__path=tmp_path / "tiny"))
 
 
-@pytest.mark.usefixtures("compiled_soon")
+@pytest.mark.slow
 def test_a_second_critic_learns_as_the_first(read):
     _, opened = trainer.do_run(read(own("TWO_CRITICS")))
     for line in tiny_run.lines(opened.workdir / "metrics.jsonl"):
@@ -166,7 +167,6 @@ def test_a_second_critic_learns_as_the_first(read):
     assert not {"critic", "judge"} & {path.name for path in opened.workdir.iterdir()}
 
 
-@pytest.mark.usefixtures("compiled_soon")
 def test_a_judge_that_is_all_that_learns_is_what_the_run_leaves(read, tmp_path, capsys):
     rater = tiny_run.make_model(tmp_path / "rater", seed=3, tied=False, scalar_head=True)
     state, opened = trainer.do_run(read(own("JUDGE_ALONE"), critic__path=rater))

@@ -25,8 +25,6 @@ from rlhf_jax.sequences.minibatches import with_shares
 from rlhf_jax.sequences.packing import bucket, pack, padding_share, unpack
 from rlhf_jax.training.settings import TrainingSettings
 
-pytestmark = pytest.mark.usefixtures("compiled_soon")
-
 PROMPTS = (3, 9, 5)  # tokens of each
 GROUP = 4
 SLOTS = 26

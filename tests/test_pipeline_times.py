@@ -114,7 +114,7 @@ def test_pipelines_are_as_much_work_as_the_update_without(tiny):
     schedule = schedule_of(*case, times={}).schedule
     runs = {
         "pipelined": lambda: pipelined.sum_pipelined(*case, schedule),
-        "whole": lambda: unpipelined(policy, critic, case),
+        "whole": lambda: unpipelined(case, policy, critic),
     }
     seconds = {}
     for name in [*runs] * 12:

@@ -19,6 +19,7 @@ import pytest
 from compilers import EIGHT, devices, needs_libtpu
 from jax.sharding import NamedSharding, PartitionSpec
 from learning import Optimizers, learners_of, new_models, update
+from test_group_losses import in_groups, spread
 from test_memory import load
 from test_pipeline import gpipe
 from test_update import CONFIG, KL_WEIGHT, MANY, random_critic, random_experience
@@ -38,6 +39,7 @@ from rlhf_jax.sequences.minibatches import with_shares
 from rlhf_jax.sequences.packing import pack
 from rlhf_jax.training import pipelined
 from rlhf_jax.training.gradients import Gradient, Learner, accumulate
+from rlhf_jax.training.kinds import GroupLoss
 from rlhf_jax.training.pipelined import measure_stages, sum_pipelined
 from rlhf_jax.training.schedules import schedule_of
 from rlhf_jax.training.settings import TrainingSettings
@@ -114,10 +116,10 @@ def case_of(policy: Model, critic: Model, experience: Sequences, layouts: CallLa
     return Case(learners, models, batches)
 
 
-def unpipelined(policy: Model, critic: Model, case: Case) -> list[Gradient]:
+def unpipelined(case: Case, *models: Model) -> list[Gradient]:
     """The same gradients on one device."""
     found = []
-    for learner, model, parts in zip(case.learners, (policy, critic), case.batches, strict=True):
+    for learner, model, parts in zip(case.learners, models, case.batches, strict=True):
         total = None
         for part in parts:
             total = accumulate(
@@ -192,7 +194,7 @@ def check_gradients(policy: Model, critic: Model, case: Case):
     """They are near those of one device, and the same in every schedule, where models lie."""
     fused = schedule_of(*case, times={})
     found = sum_pipelined(*case, fused.schedule)
-    assert_near(found, unpipelined(policy, critic, case), share=1e-5)
+    assert_near(found, unpipelined(case, policy, critic), share=1e-5)
     problem = problem_of(case)
     for other in (
         gpipe(problem),
@@ -205,6 +207,24 @@ def check_gradients(policy: Model, critic: Model, case: Case):
         places = jax.tree.map(lambda leaf: leaf.sharding, gradient.weights)
         assert places == model_shardings(model, learner.settings.layout)
     assert fused.schedule.bound <= fused.schedule.makespan * (1 + 1e-9) < fused.serial
+
+
+def test_a_loss_of_groups_is_the_same_in_a_pipeline(deep):
+    """Of samples in groups of four, each of which one line holds."""
+    policy = init(jax.random.key(0), deep)
+    layout = layouts_of(2)["policy_training"]
+    given = in_groups(deep.vocab_size)
+    known = with_shares(given, np.zeros(given.mask.shape, np.float32))
+    settings = dataclasses.replace(ROWS, layout=layout)
+    loss = GroupLoss(spread, reads=("rewards",))
+    learner = Learner("policy", loss, SMALL_STEPS.policy, settings)
+    parts = pack(known, 4, settings.length_bucket, layout.row_shards, whole_groups=True)
+    batches = [part.batch for part in parts]
+    assert len(batches) > 1
+    placed = jax.device_put(policy, model_shardings(policy, layout))
+    case = Case([learner], [placed], [batches])
+    found = sum_pipelined(*case, schedule_of(*case, times={}).schedule)
+    assert_near(found, unpipelined(case, policy), share=1e-5)
 
 
 @pytest.mark.slow

@@ -85,6 +85,7 @@ def test_the_crossover_is_below_a_thousand_tokens_at_400_gigabits_and_3000_at_10
     assert crossover_tokens(2e12, node_chips=4, network=1e9, reached=0.5) == 125.0
 
 
+@pytest.mark.slow
 def test_pipelines_are_found_at_256_tokens_a_gpu_and_a_slow_network(found, tmp_path):
     compared = found.trainings
     *others, best = found.plans
@@ -111,6 +112,7 @@ def test_pipelines_are_found_at_256_tokens_a_gpu_and_a_slow_network(found, tmp_p
     assert prices.price("plan", prices.named_plan(str(path), again.plan)).step == best.step
 
 
+@pytest.mark.slow
 def test_a_faster_network_is_for_fsdp():
     config, run = planned(devices=NODES, network=400)
     compared = search_plans(config, run)
@@ -342,6 +344,7 @@ def test_few_micro_batches_are_warned_of(capsys):
     assert "bubbles" in told and "2 micro-batches in a minibatch for 8 stages" in told
 
 
+@pytest.mark.slow
 def test_a_search_says_when_pipelines_win_and_by_how_much(found, capsys):
     print_search(found, [])
     told = " ".join(capsys.readouterr().out.split())
@@ -355,6 +358,7 @@ def test_a_search_says_when_pipelines_win_and_by_how_much(found, capsys):
     assert "of pipelines: those of both models cut alike" in told and "not measured" in told
 
 
+@pytest.mark.slow
 def test_a_mesh_of_pipelines_stands_beside_the_best_plan_without():
     changes = {"model.path": "meta-llama/Llama-3.2-1B", "drafter.path": ""}
     config, run = planned({**PIPELINED, **changes, "mesh.tensor": 8})

@@ -12,8 +12,6 @@ from test_divided import PPO, check_steps
 from test_placement import TRAINED, folder, run, write_plan  # noqa: F401
 from test_processes import one, place, two  # noqa: F401
 
-pytestmark = pytest.mark.usefixtures("compiled_soon")
-
 SLICES = {"mesh__slices": 2, "mesh__data": 1, "steps": 4}
 CALLS = ("policy_training", "critic_training")
 RESUMED = test_resume.CHANGES | {

@@ -26,8 +26,6 @@ from rlhf_jax.placement.plan import Placement, Plan, read_plan
 from rlhf_jax.placement.presets import PRESETS, plan_of
 from rlhf_jax.types import ModelConfigs
 
-pytestmark = pytest.mark.usefixtures("compiled_soon")
-
 launch = runpy.run_path(str(ROOT / "launch" / "train.py"), run_name="launch")
 
 # PPO, with the critic and the reference in use, on all eight devices.

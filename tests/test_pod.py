@@ -39,7 +39,7 @@ from rlhf_jax.types import Model, ModelConfig, ModelConfigs
 
 TOLERANCE = 0.15
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("uncached")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("uncached", "compiled_well")]
 ON_CPU = ("quickstart", "quickstart_ppo")
 ON_TPU = ("grpo_llama32_1b", "grpo_gsm8k", "grpo_llama31_8b:tpu", "ppo_llama31_8b:tpu")
 LIKE_OTHERS = ("grpo_gsm8k", "grpo_llama31_8b:tpu", "ppo_llama31_8b:tpu")

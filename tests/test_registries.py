@@ -36,8 +36,6 @@ from rlhf_jax.rewards import sources
 from rlhf_jax.rewards.combination import Response
 from rlhf_jax.training.experience import AdvantageConfig, compute_advantages
 
-pytestmark = pytest.mark.usefixtures("compiled_soon")
-
 REGISTRIES: tuple[dict[str, Any], ...] = (
     protocol.DRAFTERS,
     ESTIMATORS,

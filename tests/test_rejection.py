@@ -118,7 +118,12 @@ def p_values(tokens: np.ndarray, sampling: Sampling) -> tuple[float, float]:
 @pytest.mark.parametrize("drafter", ["lookup", "model"])
 @pytest.mark.parametrize(
     ("sampling", "parents"),
-    [(Sampling(), CHAIN), (Sampling(), TREE), (Sampling(), WIDE), (Sampling(top_p=0.8), TREE)],
+    [
+        (Sampling(), CHAIN),
+        (Sampling(), TREE),
+        (Sampling(), WIDE),
+        pytest.param(Sampling(top_p=0.8), TREE, marks=pytest.mark.slow),
+    ],
     ids=["chain", "tree", "wide", "tree, top-p"],
 )
 def test_emitted_tokens_follow_the_target(sampling, parents, drafter):

@@ -39,7 +39,11 @@ CHANGES = {
     "training__microbatch_rows": 3,
     "evaluation__every": 3,
 }
-ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {
+    "PYTHONPATH": str(ROOT),
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # as the tests that compile their programs themselves
+}
+pytestmark = pytest.mark.slow
 # what the wall clock says is no part of the promise
 MEASURED = ("seconds", "per_second", "idle_share")
 
@@ -180,7 +184,6 @@ def test_killed_and_resumed_is_uninterrupted(place, whole):
     kill_and_resume(place, "killed", moments(events, 1, seed=0)[0], left)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "index", [pytest.param(i, marks=[pytest.mark.long] * (i % 10 > 0)) for i in range(20)]
 )
@@ -197,7 +200,6 @@ def check_close(workdir: Path, whole: dict) -> None:
         assert line == pytest.approx(other, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number, name", [(signal.SIGHUP, "stopped"), (signal.SIGINT, "rounding")])
 def test_stopped_and_resumed_is_uninterrupted(number, name, place, whole):
     """A signal after the third step: saved, an exit code of its own, no traceback."""

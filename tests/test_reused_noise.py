@@ -165,7 +165,7 @@ CASES = [
     for way in WAYS
     if source != "replay" or not RULES[rule].depends_on_drafts
     if way != "slices" or RULES[rule].depends_on_drafts
-    for fast in [rule == "rejection" and (way == "evaluated again" or source == "lookup")]
+    for fast in [rule == "rejection" and source == "lookup" and way != "slices"]
 ]
 
 

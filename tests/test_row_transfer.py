@@ -13,10 +13,7 @@ from rlhf_jax import mesh as meshes
 from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.mesh import ONE_DEVICE, Layout
 from rlhf_jax.reallocation import row_transfer
-from rlhf_jax.reallocation.settings import TransferSettings
 from rlhf_jax.types import DecodeState, ModelConfig
-
-pytestmark = pytest.mark.usefixtures("compiled_soon")
 
 TARGET = ModelConfig(
     "llama", 32, 16, 16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, max_context=128
@@ -95,7 +92,7 @@ def test_a_row_travels_in_several_pieces_as_in_one(piece, monkeypatch):
     rows = np.array([3, 0], np.int32)
     whole = row_transfer.pack_rows(filled(ONE_DEVICE), rows, 64)
     wanted = jax.device_get(row_transfer.unpack_rows(empty(ONE_DEVICE), whole, rows[::-1]))
-    monkeypatch.setattr(row_transfer, "TRANSFER_SETTINGS", TransferSettings(piece_bytes=piece))
+    monkeypatch.setattr(row_transfer, "PIECE_BYTES", piece)
     for program in programs:
         program.clear_cache()
     packet = row_transfer.pack_rows(filled(ONE_DEVICE), rows, 64)
@@ -210,7 +207,7 @@ def test_widths_are_few(tokens, wanted):
 )
 def test_leaves_share_pieces_of_their_dtype_up_to_a_size(limit, wanted, monkeypatch):
     """Bytes a row: 16, 48, 4, 8, 400 and 80."""
-    monkeypatch.setattr(row_transfer, "TRANSFER_SETTINGS", TransferSettings(piece_bytes=limit))
+    monkeypatch.setattr(row_transfer, "PIECE_BYTES", limit)
     kinds = [
         ((9, 8), "bfloat16"),
         ((9, 3, 8), "bfloat16"),

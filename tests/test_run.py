@@ -17,6 +17,7 @@ import tiny_run
 from tiny_run import ROOT, lines
 
 from rlhf_jax import iteration
+from rlhf_jax.command import main
 from rlhf_jax.config import command_line
 from rlhf_jax.generation.speculative import round as round_
 from rlhf_jax.losses.advantages import ESTIMATORS
@@ -24,8 +25,6 @@ from rlhf_jax.model.transformer import init
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.monitoring.metrics import REQUIRED
 from rlhf_jax.sources import rollouts
-
-pytestmark = pytest.mark.usefixtures("compiled_soon")
 
 PPO = {
     "algorithm__name": "ppo",
@@ -278,17 +277,14 @@ def test_a_dry_run_says_what_is_needed_and_stops(arguments, tmp_path, one_device
 def test_a_checkpoint_can_be_exported(arguments, tmp_path, one_device, capsys):
     """The policy of any checkpoint kept, as a folder: the last is the run's own."""
     assert launch["main"](arguments(steps=3, checkpoint__every=2, evaluation__every=0)) == 0
-    export = runpy.run_path(str(ROOT / "launch" / "export.py"), run_name="export")["main"]
     run = tmp_path / "run"
-    assert (
-        export(["export.py", str(run)]) == 0 and export(["export.py", str(run), "--step", "2"]) == 0
-    )
+    assert main(["export", str(run)]) == 0 and main(["export", str(run), "--step", "2"]) == 0
     weights = [
         (run / name / "model.safetensors").read_bytes()
         for name in ("policy", "policy-3", "policy-2")
     ]
     assert weights[0] == weights[1] != weights[2]
-    assert export(["export.py", str(run), "--step", "1"]) == 2
+    assert main(["export", str(run), "--step", "1"]) == 2
     assert "There is no checkpoint of step 1" in capsys.readouterr().err
 
 

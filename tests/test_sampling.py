@@ -486,7 +486,11 @@ def test_a_draw_stands_within_its_margin(sampling):
     np.testing.assert_array_equal(moved, token)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(0.7, top_k=20), Sampling(top_p=0.9)], ids=str)
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(0.7, top_k=20), pytest.param(Sampling(top_p=0.9), marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_a_small_change_only_moves_draws_of_small_margin(sampling):
     """Rounding of 1e-4 changes some of many draws; all of those are ties, and ties are rare."""
     logits = logits_of(700, (10_000,), scale=1.0)

@@ -26,8 +26,6 @@ from rlhf_jax.reallocation import planner
 from rlhf_jax.rewards.combination import Response
 from rlhf_jax.rewards.models import RewardModel, model_scorer
 
-pytestmark = pytest.mark.usefixtures("compiled_soon")
-
 STOP = 7
 GOLDEN = Path(__file__).parent / "golden" / "llama_reward"
 
@@ -102,7 +100,8 @@ def test_samples_that_move_at_random_are_those_that_stayed(
     assert texts(found) == alone
 
 
-@pytest.mark.parametrize("in_turn", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("in_turn", [True, False])
 def test_samples_may_move_on_while_their_rounds_are_in_flight(target, monkeypatch, in_turn):
     """Caches longer than a narrow packet, and a move of half of all rows after every round."""
     monkeypatch.setattr(assignment, "REASSIGNED_EVERY", 1)

@@ -182,6 +182,7 @@ def test_more_moves_where_xla_has_its_way():
     assert received_bytes(text, 8) > 1.1 * transfer.bytes_moved(before, layout).needed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [CONFIG, ODD], ids=["even", "odd"])
 def test_every_pair_of_layouts_is_counted_at_its_least(config):
     model = init(jax.random.key(0), dataclasses.replace(config, num_layers=1))

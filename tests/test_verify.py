@@ -28,6 +28,8 @@ from rlhf_jax.planner.verified import CachingCompiler, CompilerFigures, compile_
 from rlhf_jax.runtime.jax_internals import cuda_plugin
 from rlhf_jax.training.distill import student_config
 
+pytestmark = pytest.mark.usefixtures("compiled_well")
+
 SMALL = SHAPES[0]._replace(layers=4)
 
 
@@ -107,6 +109,7 @@ def test_formulas_of_each_program_are_near_its_jaxpr():
     assert counted >= 5
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("uncached")
 def test_programs_of_a_student_that_drafts_and_learns_are_foreseen():
     calls = placed_calls(SMALL.model, jax.devices(), SMALL.rows, SMALL.tokens)

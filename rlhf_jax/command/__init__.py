@@ -19,7 +19,10 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command that the first word names; return its exit code."""
+    """Run the command that the first word names; return its exit code.
+
+    A mistake of the user's, a ValueError or OSError of a command, is one sentence on stderr.
+    """
     words = sys.argv[1:] if argv is None else argv
     if not words or words[0] in ("-h", "--help"):
         print(usage())
@@ -32,7 +35,11 @@ def main(argv: list[str] | None = None) -> int:
     if slow and sys.stderr.isatty():
         print(f"rlhf-jax {name}: loading JAX ...", file=sys.stderr, flush=True)
     module = importlib.import_module(f"rlhf_jax.command.{name}")
-    return module.main([f"rlhf-jax {name}", *rest])
+    try:
+        return module.main([f"rlhf-jax {name}", *rest])
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 def usage() -> str:

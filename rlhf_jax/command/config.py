@@ -11,9 +11,8 @@ import re
 import tokenize
 from typing import NamedTuple
 
-from rlhf_jax.config import schema
+from rlhf_jax.config import default, schema
 from rlhf_jax.config.algorithms import named
-from rlhf_jax.config.defaults import default
 
 
 class Key(NamedTuple):

@@ -6,7 +6,6 @@ rlhf-jax export WORKDIR [--step N] [--out FOLDER] [--drafter]
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,19 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.model import transformer
+from rlhf_jax.model.decoding import completed
 from rlhf_jax.model.weights import huggingface
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.runtime.checkpoint.store import read_part
 from rlhf_jax.runtime.files import is_remote
 from rlhf_jax.runtime.foreign import read_json
 from rlhf_jax.runtime.mirror import fetched
-from rlhf_jax.training.distill import completed, student_of
+from rlhf_jax.training.distill import student_of
 from rlhf_jax.types import Model, ModelConfig
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code; a mistake of the user's is one sentence on stderr."""
+    """Return the exit code."""
     parser = argparse.ArgumentParser(
         prog=argv[0], description="Write the policy of a checkpoint as a Hugging Face folder."
     )
@@ -44,15 +44,11 @@ def main(argv: list[str]) -> int:
     )
     asked = parser.parse_args(argv[1:])
     name = "drafter" if asked.drafter else "policy"
-    try:
-        if is_remote(asked.workdir) and asked.out is None:
-            raise ValueError(f"{asked.workdir} is a URL: say where to write by --out FOLDER.")
-        workdir = fetched(asked.workdir, checkpoints=True)
-        out = export(workdir, asked.step, asked.out, name, asked.dtype)
-        print(f"The {name} is in {out}.")
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if is_remote(asked.workdir) and asked.out is None:
+        raise ValueError(f"{asked.workdir} is a URL: say where to write by --out FOLDER.")
+    workdir = fetched(asked.workdir, checkpoints=True)
+    out = export(workdir, asked.step, asked.out, name, asked.dtype)
+    print(f"The {name} is in {out}.")
     return 0
 
 

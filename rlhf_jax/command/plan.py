@@ -34,32 +34,28 @@ from rlhf_jax.runtime.files import write_atomically
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code: 0 where the run fits, 1 where it does not, 2 for a mistake.
+    """Return the exit code: 0 where the run fits, 1 where it does not.
 
     Of a search, whether the plan that it found does.
     """
     asked, rest = _parser(argv[0]).parse_known_args(argv[1:])
     if not jax.config.values["jax_platforms"]:
         jax.config.update("jax_platforms", "cpu")  # no device is asked, and none is taken
-    try:
-        hardware = _hardware(asked)
-        config = command_line.read([argv[0], *rest])
-        planned = plan_run(config, hardware)
-        searched = search_plans(config, planned, asked.lag) if asked.search else None
-        if searched and asked.out and searched.plans[-1].fits:
-            found = searched.plans[-1]
-            out = Path(asked.out)
-            write_atomically(out, found.plan.text().encode())
-            picture = timeline_svg(found, str(planned.hardware))
-            write_atomically(out.with_suffix(".svg"), picture.encode())
-        chosen = searched.plans[-1] if searched else planned
-        run = planned._replace(plan=chosen.plan, remat=chosen.remat)
-        ahead = copy.deepcopy(config)
-        ahead.training.lag = max(asked.lag, config.training.lag)
-        verified = verify_plan(ahead, run, _say) if asked.verify else None
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    hardware = _hardware(asked)
+    config = command_line.read([argv[0], *rest])
+    planned = plan_run(config, hardware)
+    searched = search_plans(config, planned, asked.lag) if asked.search else None
+    if searched and asked.out and searched.plans[-1].fits:
+        found = searched.plans[-1]
+        out = Path(asked.out)
+        write_atomically(out, found.plan.text().encode())
+        picture = timeline_svg(found, str(planned.hardware))
+        write_atomically(out.with_suffix(".svg"), picture.encode())
+    chosen = searched.plans[-1] if searched else planned
+    run = planned._replace(plan=chosen.plan, remat=chosen.remat)
+    ahead = copy.deepcopy(config)
+    ahead.training.lag = max(asked.lag, config.training.lag)
+    verified = verify_plan(ahead, run, _say) if asked.verify else None
     print_plan(config, planned)
     if searched:
         print_search(searched, vary(config, planned, searched.plans))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ HEADINGS = (
 
 
 def main(argv: list[str], console: Console | None = None) -> int:
-    """Return the exit code; a mistake of the user's is one sentence on stderr."""
+    """Return the exit code."""
     parser = argparse.ArgumentParser(
         prog=argv[0], description="Print the table that adaptive drafting chooses from."
     )
@@ -56,15 +55,11 @@ def main(argv: list[str], console: Console | None = None) -> int:
     )
     parser.add_argument("--step", type=int, help="of the checkpoint; the latest if not given")
     asked = parser.parse_args(argv[1:])
-    try:
-        workdir = fetched(asked.workdir, checkpoints=True)
-        config = read_config(workdir)
-        step, selector = read_selector(workdir, config, asked.step)
-        live = live_rows(asked.live, config.generation.max_rows)
-        show(selector, config, live, f"{workdir.name} after {step:,} steps", console or Console())
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    workdir = fetched(asked.workdir, checkpoints=True)
+    config = read_config(workdir)
+    step, selector = read_selector(workdir, config, asked.step)
+    live = live_rows(asked.live, config.generation.max_rows)
+    show(selector, config, live, f"{workdir.name} after {step:,} steps", console or Console())
     return 0
 
 

@@ -13,8 +13,8 @@ from typing import cast as typed
 from absl import flags
 from ml_collections import config_flags
 
+from rlhf_jax.config import default
 from rlhf_jax.config.checks import require_texts
-from rlhf_jax.config.defaults import default
 from rlhf_jax.config.earlier import settled
 from rlhf_jax.config.schema import EARLIER, Config, flat
 from rlhf_jax.runtime.extensions import is_of_file

@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from rlhf_jax.config import default
 from rlhf_jax.config.algorithms import named
-from rlhf_jax.config.defaults import default
 from rlhf_jax.config.schema import EARLIER, Config
 from rlhf_jax.losses.advantages import ESTIMATORS
 

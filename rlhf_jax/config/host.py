@@ -32,23 +32,17 @@ def check(
         if config.mesh.idle_on_host and part.remedy == SPLIT_OR_ASIDE
     ]
     own = held if on_cpu else []
-    memory_parts.check([*own, *waiting, *host_parts(config, held_out)], host_memory(), "The host")
-
-
-def host_parts(config: Config, held_out: int) -> list[Part]:
-    """List what the host holds, of what grows with the config: tokens of texts, at their longest.
-
-    Earlier responses are not among them: `history.MOST_TOKENS` bounds them.
-    """
-    samples = derived.samples(config)
+    # Of what grows with the config: tokens of texts, at their longest. Earlier responses are not
+    # among them: `history.MOST_TOKENS` bounds them.
     text = derived.text_tokens(config)
     fewer = "generation.prompts_per_step" if derived.generates(config) else "data.rows_per_step"
     evaluated = held_out * config.evaluation.samples_per_prompt
     sizes = {
-        "samples of a step": (samples * text, f"lower {fewer}"),
+        "samples of a step": (derived.samples(config) * text, f"lower {fewer}"),
         "samples of an evaluation": (evaluated * text, "lower evaluation.samples_per_prompt"),
     }
-    return [
+    texts = [
         Part(f"{name}, on the host", "always", TOKEN * size, remedy)
         for name, (size, remedy) in sizes.items()
     ]
+    memory_parts.check([*own, *waiting, *texts], host_memory(), "The host")

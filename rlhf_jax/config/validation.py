@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 import re
@@ -45,22 +46,9 @@ COMPUTE_DTYPES = ("auto", "float32", "bfloat16")
 HEARTBEATS = (5, 40)  # seconds; launchers end a run 50 s after a rank has died
 TOO_LARGE = 1 << 31  # no number of a config is as large, but for the seed: shapes are 32 bits wide
 
-# Fields of a student's shape that the policy and the student's number of layers determine.
-STUDENT_FIELDS = (
-    "num_layers",
-    "width",
-    "ffn_width",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "vocab_size",
-    "family",
-    "rope_theta",
-    "rope_scaling",
-    "norm_eps",
-    "qkv_bias",
-    "qk_norm",
-)
+# Fields of its shape in which a student may differ: embedding and head are the policy's, and the
+# context is checked of every model.
+FREE_OF_STUDENT = ("max_context", "tied", "scalar_head")
 
 
 def validate(config: Config, num_devices: int, num_processes: int = 1) -> dict[str, Signature]:
@@ -170,12 +158,12 @@ def validate_student(config: Config, policy: ModelConfig, path: ModelConfig | No
     if not layers or path is None:
         return
     wanted = student_config(policy, layers)
-    for name in STUDENT_FIELDS:
-        found = getattr(path, name)
-        needed = getattr(wanted, name)
+    for field in dataclasses.fields(ModelConfig):
+        found = getattr(path, field.name)
+        needed = getattr(wanted, field.name)
         require(
-            found == needed,
-            f"drafter.path holds no student of {layers} layers of this model: its {name} is"
+            found == needed or field.name in FREE_OF_STUDENT,
+            f"drafter.path holds no student of {layers} layers of this model: its {field.name} is"
             f" {found}, not {needed}; give one that was made from it, or '' to begin with the"
             " model's own layers.",
         )
@@ -266,9 +254,10 @@ def _check_aggregate(config: Config) -> None:
 
 
 def _check_roles(config: Config) -> None:
-    """Check that no critic of an algorithm is called as another model or stage of a run is."""
+    """Check that no critic is called as another model, a stage, or a folder of a run is."""
     roles = {*derived.critics(config), *algorithm_of(config).losses}
-    for name in ("generation", "reference", "reward", "student"):
+    others = ("generation", "reference", "reward", "student")
+    for name in (*others, "checkpoints", "post-mortem", "profile", "sinks"):
         require(
             name not in roles,
             f"algorithm {config.algorithm.name!r} has a critic called {name!r}, as something else"

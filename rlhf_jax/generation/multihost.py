@@ -82,14 +82,6 @@ class AlreadyEnded(HandOver):
     """Say that a sample which is to move has ended meanwhile."""
 
 
-@messages.register
-@dataclasses.dataclass(frozen=True)
-class ExchangeConsent:
-    """Say whether both take part in the exchange of a sample; the first word on it holds."""
-
-    given: bool
-
-
 # what of a sample a `RowHandOver` holds
 MOVED = tuple(field.name for field in dataclasses.fields(RowHandOver) if field.name != "slots")
 
@@ -193,14 +185,11 @@ class PlanCoordinator:
         batch = self.stage.own_slices[source]
 
         def wait_until_awaited() -> None:
-            """Wait until the target of the sample awaits it."""
+            """Wait until the target of the sample awaits it; the first word on that holds."""
             consent = f"{word}, awaited"
-            while distributed.wait_published(consent, ExchangeConsent, LOOK) is None:
-                refusal = ExchangeConsent(given=False)
+            while distributed.wait_published(consent, bool, LOOK) is None:
                 # Who has given up by then takes no part in the exchange, and nor does the other.
-                if has_failed(self._name) and not (
-                    distributed.publish_if_absent(consent, refusal).given
-                ):
+                if has_failed(self._name) and not distributed.publish_if_absent(consent, False):
                     raise StageAborted
 
         self.settle(batch)
@@ -225,8 +214,7 @@ class PlanCoordinator:
 
             def promise() -> None:
                 """Say that the sample is awaited: from then on both take part in the exchange."""
-                consent = ExchangeConsent(given=True)
-                if not distributed.publish_if_absent(f"{word}, awaited", consent).given:
+                if not distributed.publish_if_absent(f"{word}, awaited", True):
                     raise StageAborted
 
             self._slice_group.decide_together(promise)

@@ -13,7 +13,6 @@ from rlhf_jax.config.schema import Config
 from rlhf_jax.generation.speculative.protocol import Drafter, drafters_of
 from rlhf_jax.generation.speculative.rules import RULES, AcceptanceRule
 from rlhf_jax.generation.speculative.sampling import Sampling, check_temperature
-from rlhf_jax.generation.stop_strings import StopStrings
 from rlhf_jax.generation.strategy.acceptance import Observations
 from rlhf_jax.mesh import Layout
 from rlhf_jax.runtime import messages
@@ -47,6 +46,32 @@ class Request:
     def id(self) -> int:
         """Return the first sample id: no other request of a call has it."""
         return self.sample_ids[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class StopStrings:
+    """Find the first of some strings in the text of a response's tokens."""
+
+    strings: tuple[str, ...]
+    decode: Callable[[Sequence[int]], str]  # Special tokens included, as they are written.
+
+    def end(self, tokens: Sequence[int], new: int) -> int | None:
+        """Return how many tokens there are up to the first stop string; None where there is none.
+
+        The last `new` tokens have not been looked at before. A token that goes on after the string
+        stays whole, as the policy drew it.
+        """
+        # A token is of a byte at least, so that no string begins before these.
+        longest = max(len(string.encode()) for string in self.strings)
+        if not self._in(tokens[-(longest + new) :]):
+            return None
+        counts = range(len(tokens) - new + 1, len(tokens) + 1)
+        found = (count for count in counts if self._in(tokens[max(0, count - longest) : count]))
+        return next(found, None)
+
+    def _in(self, tokens: Sequence[int]) -> bool:
+        text = self.decode(tokens)
+        return any(string in text for string in self.strings)
 
 
 @hash_once

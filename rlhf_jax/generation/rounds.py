@@ -18,13 +18,18 @@ import numpy as np
 
 from rlhf_jax.generation import scheduler
 from rlhf_jax.generation.precompile import BackgroundCompiler
-from rlhf_jax.generation.requests import GenerationConfig, RoundReport, Sample, is_ready
+from rlhf_jax.generation.requests import (
+    GenerationConfig,
+    RoundReport,
+    Sample,
+    StopStrings,
+    is_ready,
+)
 from rlhf_jax.generation.scheduler import InFlightRound, SliceBatch
 from rlhf_jax.generation.situation import draft_lag, situation_of
 from rlhf_jax.generation.speculative.protocol import drafter_of
 from rlhf_jax.generation.speculative.results import Results, from_words
 from rlhf_jax.generation.speculative.round import speculative_round
-from rlhf_jax.generation.stop_strings import StopStrings
 from rlhf_jax.generation.strategy import observations
 from rlhf_jax.generation.strategy.acceptance import DEPTHS, Observations
 from rlhf_jax.generation.strategy.predict import Situation

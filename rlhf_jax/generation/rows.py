@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from rlhf_jax.mesh import ONE_DEVICE, Layout, pin_rows
-from rlhf_jax.model import cache as kv
-from rlhf_jax.model.attention import causal_on, prompt
+from rlhf_jax.model.attention import causal_on, empty_cache, prompt
 from rlhf_jax.model.transformer import forward
 from rlhf_jax.types import Array, Cache, DecodeState, DraftState, Model, ModelConfig
 
@@ -64,7 +63,7 @@ def empty(
     Each device makes its own part. `history` and `earlier` are the tokens kept of earlier
     roll-outs, for lookup and for replay.
     """
-    draft_cache = None if draft is None else kv.empty(draft, rows, slots, layout.dtype)
+    draft_cache = None if draft is None else empty_cache(draft, rows, slots, layout.dtype)
     state = DecodeState(
         tokens=jnp.zeros((rows, slots), jnp.int32),
         length=jnp.ones((rows,), jnp.int32),
@@ -74,7 +73,7 @@ def empty(
         temperature=jnp.ones((rows,), jnp.float32),
         history=jnp.full((rows, history), -1, jnp.int32),
         earlier=jnp.full((rows, earlier), -1, jnp.int32),
-        cache=kv.empty(target, rows, slots, layout.dtype),
+        cache=empty_cache(target, rows, slots, layout.dtype),
         draft=None
         if draft_cache is None
         else DraftState(draft_cache, jnp.zeros((rows,), jnp.int32)),

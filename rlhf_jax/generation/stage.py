@@ -260,7 +260,7 @@ def read_texts(
 
     placed = meshes.place_rows((tokens, mask, key, temperature), settings.layout)
     truncation = decoding.sampling.truncation
-    scored = teacher.score(drafter, *placed, truncation, rows=rows, layout=settings.layout)
+    scored = teacher.score(drafter, *placed, truncation, settings.layout)
     rank, confidence = to_host.fetch(scored)
     seen = [sample.seen_prompt for sample in samples] + [False] * (rows - len(samples))
     return teacher.as_observations(rank, confidence, mask, np.array(seen))

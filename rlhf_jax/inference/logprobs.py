@@ -18,8 +18,6 @@ from rlhf_jax.model.kernels import token_logprobs as token_logprobs_kernel
 from rlhf_jax.model.transformer import cast, forward, logits
 from rlhf_jax.types import Array, Model
 
-__all__ = ["CHUNK", "head_logprobs", "logprobs_and_entropy", "mismatch", "token_logprobs"]
-
 CHUNK = 512  # tokens of a device whose logits exist at one time
 ABSENT = -1e30  # A score that adds nothing to a log-sum-exp, yet has a finite gradient.
 

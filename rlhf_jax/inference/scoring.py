@@ -19,9 +19,8 @@ from rlhf_jax.mesh import ONE_DEVICE, Layout, place_rows
 from rlhf_jax.model.packed import read_packed
 from rlhf_jax.model.transformer import cast
 from rlhf_jax.monitoring.parts import PhaseParts
-from rlhf_jax.placement.idle import fetched
 from rlhf_jax.placement.plan import CallLayouts
-from rlhf_jax.placement.transfer import is_in_place, transfer
+from rlhf_jax.placement.transfer import fetched, is_in_place, transfer
 from rlhf_jax.runtime import messages, to_host
 from rlhf_jax.runtime.compilation import Execute, run_now, zeros
 from rlhf_jax.sequences.batch import PackedSequences, Sequences

@@ -16,6 +16,7 @@ from pallas_kernels.arrays import LayerCache
 from pallas_kernels.tree_attention import tree_attention
 from rlhf_jax.mesh import ONE_DEVICE, ROW_AXES, Layout
 from rlhf_jax.runtime.jax_internals import cudnn_version
+from rlhf_jax.types import Cache, ModelConfig
 
 # Plain attention takes so many queries at a time, and so many make a block of splash attention.
 QUERY_BLOCK = 512
@@ -184,6 +185,19 @@ def window_layout(key: Array, value: Array) -> LayerCache:
     Both products of attention then read rows.
     """
     return key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3)
+
+
+def empty_cache(config: ModelConfig, rows: int, slots: int, dtype: DTypeLike) -> Cache:
+    """Return a cache of zeros: per layer k [B, G, D, T] and v [B, G, T, D].
+
+    It is for committed slots; uncommitted tokens live in a window (see `cached`).
+    """
+    groups = config.num_kv_heads
+    dim = config.head_dim
+    return tuple(
+        (jnp.zeros((rows, groups, dim, slots), dtype), jnp.zeros((rows, groups, slots, dim), dtype))
+        for _ in range(config.num_layers)
+    )
 
 
 def cached(

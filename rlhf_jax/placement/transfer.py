@@ -1,7 +1,8 @@
 """Move a model's weights from the layout they have to another, on the same or on other devices.
 
 Layers go one at a time, in the dtype they shall have, so that beside the old weights and the new
-there is one layer. One program serves all layers, and nothing goes through the host.
+there is one layer. One program serves all layers, and nothing goes through the host. Models that
+do not work may wait in the memory of their hosts.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ from rlhf_jax.placement.leg import Leg, Placing
 from rlhf_jax.placement.program import LegProgram, copy_over, leg_programs, run_legs, send_across
 from rlhf_jax.placement.route import BytesMoved, Route, find_route, traffic
 from rlhf_jax.types import Layer, Model
+
+# Kinds of memory, by JAX's names: where models wait, and where they work.
+_ASIDE = "pinned_host"
+_AT_WORK = "device"
 
 T = TypeVar("T")
 
@@ -125,6 +130,24 @@ def move(tree: T, places: Any, dtype: DTypeLike | None = None, index: int | None
     return jax.tree.unflatten(treedef, copy_over(moved, routes, ends))
 
 
+def put_aside(model: T) -> T:
+    """Return a model in pinned memory of the hosts of its devices, split as it was."""
+    return jax.tree.map(lambda leaf: _moved(leaf, _ASIDE), model)
+
+
+def fetched(model: T) -> T:
+    """Return a model on its devices, to which it is on its way; one that is there stays.
+
+    It may be handed to programs at once: they begin when it has arrived. Of shapes it is shapes.
+    """
+
+    def bring(leaf: jax.Array) -> jax.Array:
+        waits = getattr(leaf.sharding, "memory_kind", None) == _ASIDE
+        return _moved(leaf, _AT_WORK) if waits else leaf
+
+    return jax.tree.map(bring, model)
+
+
 def layer_programs(layers: Layer, layout: Layout, devices: Sequence[Any]) -> Iterator[LegProgram]:
     """Yield the programs that bring a layer of stacked shapes to a layout, in its dtype.
 
@@ -190,6 +213,14 @@ def _placing(sharding: Sharding, rank: int) -> Placing:
     split = tuple(tuple(mesh.axis_names.index(name) for name in own) for own in axes)
     devices = tuple(device.id for device in mesh.devices.flat)
     return Placing(devices, mesh.devices.shape, split)
+
+
+def _moved(leaf: Any, kind: str) -> Any:
+    """Return an array in the memory of a kind; of a shape it is a shape."""
+    place = leaf.sharding.with_memory_kind(kind)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(sharding=place)
+    return jax.device_put(leaf, place)
 
 
 def _places(tree: Any, layout: Layout) -> Any:

@@ -62,16 +62,6 @@ def compiler_version(platform: str) -> str:
     return f"jax {jax.__version__}, {name} {importlib.metadata.version(name)}"
 
 
-def attention_note(hardware: Hardware) -> str:
-    """Say how programs for GPUs attend here, if not as they would on these; '' elsewhere."""
-    if hardware.platform != "gpu" or jax_internals.cudnn_version():
-        return ""
-    return (
-        "plain attention, as cuDNN is not installed here (pip install nvidia-cudnn-cu12): a run"
-        " with it needs less memory"
-    )
-
-
 def _tpus(hardware: Hardware) -> list[Any]:
     """Return the chips of a TPU's topology."""
     if not hardware.topology:

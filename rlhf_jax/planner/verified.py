@@ -26,7 +26,8 @@ from rlhf_jax.placement.search.collectives import find_collectives
 from rlhf_jax.planner.placed_calls import CallProgram, PlacedCalls
 from rlhf_jax.planner.planned import Planned
 from rlhf_jax.planner.programs import programs as programs_of
-from rlhf_jax.planner.topology import attention_note, compiler_version, topology_devices
+from rlhf_jax.planner.topology import compiler_version, topology_devices
+from rlhf_jax.runtime import jax_internals
 from rlhf_jax.runtime.files import write_atomically
 
 COMPILING_THREADS = 2  # that compile at one time: each takes a core and up to 2 GB
@@ -208,10 +209,14 @@ def print_verified(verified: VerifiedPlan) -> None:
     notes = [
         f"in all: with what is there beside the program; a chip has {verified.limit / GIGA:g} GB",
         "each program once; those of generation from a few layers",
-        *filter(None, [attention_note(verified.hardware)]),
         f"{verified.compiled} programs compiled and {verified.kept} known, in"
         f" {verified.seconds:.0f} s; no chip was asked",
     ]
+    if verified.hardware.platform == "gpu" and not jax_internals.cudnn_version():
+        notes.append(
+            "plain attention, as cuDNN is not installed here (pip install nvidia-cudnn-cu12): a run"
+            " with it needs less memory"
+        )
     rows = [*memory, *work, *sent, ("", "\n".join(notes))]
     compiler = compiler_version(verified.hardware.platform)
     console.describe(f"rlhf_jax: programs for {verified.hardware.name} by {compiler}", rows)

@@ -8,10 +8,20 @@ import functools
 import numpy as np
 
 from rlhf_jax.reallocation.length_model import CHANCES, SHARES
-from rlhf_jax.reallocation.settings import DRAIN_SETTINGS
 
 BINS = 64  # The bins of tokens to come, of equal width, up to the horizon.
 ROUNDING = 1e-6  # The rows below which an expected number is none.
+
+# How far a drain is looked ahead.
+
+# Chance of the outcome that the horizon reaches for every sample; by hand.
+_LIKELY = 0.75
+# Rows of all slices that may be expected to have more tokens than the horizon; by hand.
+_ROWS_BEYOND = 0.1
+# Samples from which the horizon is estimated; by hand, for the time that it takes.
+_HORIZON_SAMPLES = 512
+# Steps of the time in which all slices end, for the deadline; by hand.
+_TICKS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +60,9 @@ class DrainForecast:
         All slices end, in expectation, at most by a deadline and the row seconds after it,
         whichever the deadline: this is the one for which that is least.
         """
-        ticks = DRAIN_SETTINGS.ticks
         ended = -np.diff(self.live, axis=1, append=0.0)
-        tick = float(self.over.max()) / (ticks - 1)
-        counts = np.bincount((self.over / tick).astype(np.int32).ravel(), ended.ravel(), ticks)
+        tick = float(self.over.max()) / (_TICKS - 1)
+        counts = np.bincount((self.over / tick).astype(np.int32).ravel(), ended.ravel(), _TICKS)
         living = counts[::-1].cumsum()[::-1]
         return tick * max(0, np.count_nonzero(living >= 1 - ROUNDING) - 1)
 
@@ -114,12 +123,11 @@ def decode_rate_of(left: np.ndarray, speed: np.ndarray) -> DecodeRate:
     speed [rows + 1]: tokens a second of one row, by live rows. The horizon is where hardly a row of
     all is expected to have more, however far the limit is.
     """
-    settings = DRAIN_SETTINGS
-    seen = left[:: -(-len(left) // settings.horizon_samples)]
+    seen = left[:: -(-len(left) // _HORIZON_SAMPLES)]
     order = np.argsort(-seen, axis=None)
     beyond = np.tile(SHARES, len(seen))[order].cumsum() * (len(left) / len(seen))
-    expected = seen.ravel()[order[np.argmax(beyond >= settings.rows_beyond)]]
-    likely = left[:, np.searchsorted(CHANCES, settings.likely)].max()
+    expected = seen.ravel()[order[np.argmax(beyond >= _ROWS_BEYOND)]]
+    likely = left[:, np.searchsorted(CHANCES, _LIKELY)].max()
     horizon = float(max(expected, likely))
 
     width = max(horizon, 1.0) * (1 + 1e-9) / BINS

@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_jax.reallocation.settings import LENGTH_SETTINGS
-
 # The chances of the Q outcomes that stand for a distribution, in ascending order of length. They
 # are unequal because what one row of many may become rules the end of a stage.
 SHARES = np.array([0.25, 0.25, 0.2, 0.15, 0.1, 0.04, 0.008, 0.002])
@@ -25,8 +23,17 @@ EDGES = np.unique(np.concatenate([np.arange(16), np.round(np.geomspace(16, 131_0
 _BINS = len(EDGES) - 1
 _WIDTHS = np.diff(EDGES)
 _LOG_MIDDLE = np.log((EDGES[:-1] + EDGES[1:]) / 2)
-_PRIOR_MEDIAN = LENGTH_SETTINGS.prior_median
+
+# Responses that the prior weighs in each bin; by hand.
+_PRIOR_RESPONSES = 1.0
+# Tokens after which half of the responses have ended, by the prior; by hand.
+_PRIOR_MEDIAN = 256.0
 _PRIOR_HAZARD = 1 - (EDGES[:-1] + _PRIOR_MEDIAN) / (EDGES[1:] + _PRIOR_MEDIAN)
+# Standard deviation of log lengths between roll-outs of one prompt; by hand, checked by
+# benchmarks/makespan.py.
+SPREAD = 0.5
+# Weight of a length that earlier roll-outs say nothing of; by hand.
+_LEAST_WEIGHT = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +60,7 @@ def faded(known: Lengths, kept: float) -> Lengths:
 
 def survival(known: Lengths) -> np.ndarray:
     """Return [bins + 1] chances that a response is longer than each edge."""
-    weight = LENGTH_SETTINGS.prior_responses
+    weight = _PRIOR_RESPONSES
     # Responses that were cut off were so somewhere in their bin.
     reached = (known.ended + known.cut)[::-1].cumsum()[::-1] - known.cut / 2
     hazard = (known.ended + weight * _PRIOR_HAZARD) / (reached + weight)
@@ -70,9 +77,9 @@ def sharpened_survival(known: Lengths, earlier: Sequence[Sequence[int] | np.ndar
     mass = common[:-1] - common[1:]
     count = np.array([len(each) for each in earlier])
     values = np.log(np.maximum(np.concatenate([np.asarray(each, float) for each in earlier]), 1))
-    near = np.exp(-0.5 * ((_LOG_MIDDLE - values[:, None]) / LENGTH_SETTINGS.spread) ** 2)
+    near = np.exp(-0.5 * ((_LOG_MIDDLE - values[:, None]) / SPREAD) ** 2)
     sums = np.add.reduceat(near, np.cumsum(count) - count, axis=0)
-    weight = sums / count[:, None] + LENGTH_SETTINGS.least_weight
+    weight = sums / count[:, None] + _LEAST_WEIGHT
     ends = (mass * weight)[:, ::-1].cumsum(axis=1)[:, ::-1]
     return np.concatenate([ends, np.zeros((len(ends), 1))], axis=1) / ends[:, :1]
 

@@ -13,10 +13,31 @@ import dataclasses
 import numpy as np
 
 from rlhf_jax.reallocation.drain_model import BINS, ROUNDING, DecodeRate, DrainForecast
-from rlhf_jax.reallocation.settings import PACKING_SETTINGS
 
 # The bins in which all samples of a slice end, one after the other.
 _WIDE = 2 * BINS
+
+# Which ways to place all samples are compared. Each figure is by hand and bounds the host's time;
+# benchmarks/makespan.py checks them together.
+
+# Groups of slices that are packed alike, at most.
+_GROUPS = 16
+# Cuts of the samples in order of length, and the power by which the first are closer together.
+_CUTS = 72
+_CUT_POWER = 1.7
+# Cuts from one start to the next, from which the rest may be dealt out.
+_START_EVERY = 5
+# Numbers of slices that the rest may be dealt out to.
+_SHARERS = 10
+# Parts of a slice's rows that begin one after the other.
+_PIECES = 8
+# Deadlines that are tried at once, and how often they close in.
+_DEADLINES = 4
+_ROUNDS = 5
+# Halvings by which the deadline of a refill closes in.
+_HALVINGS = 12
+# Seconds later that a first placement may end for a second that all slices and rows spare.
+_IDLE_PRICE = 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +67,7 @@ def deadline(decode_rate: DecodeRate, expected_live: np.ndarray, tokens: float) 
 
     low = 0.0
     high = float((work.sum() + tokens) / best + longest.max() * paces[-1])
-    for _ in range(PACKING_SETTINGS.halvings):
+    for _ in range(_HALVINGS):
         middle = (low + high) / 2
         level = np.searchsorted(paces[1:], middle / longest, side="right")
         speed = np.where(level > 0, level * width / paces[level], 0.0)
@@ -89,7 +110,7 @@ def _pack(
     It is as if there were something to score at once. Slices are packed by groups, of which only
     one sample in so many is looked at.
     """
-    share = -(-slices // PACKING_SETTINGS.groups)  # slices of a group
+    share = -(-slices // _GROUPS)  # slices of a group
     groups = -(-slices // share)
     ways = _find_ways(decode_rate, ends[::share], groups, share=share, inference=inference / slices)
     prices = (0.0, 1 / slices) if inference else (0.0,)
@@ -114,13 +135,12 @@ def _find_ways(
     decode_rate: DecodeRate, ends: np.ndarray, slices: int, share: int, inference: float
 ) -> _Ways:
     """Find all ways to give samples with last bins ends [n, Q] to slices."""
-    settings = PACKING_SETTINGS
     alike = np.linspace(0, 1, slices + 1)
-    closer = np.linspace(0, 1, settings.cuts + 1) ** settings.cut_power
+    closer = np.linspace(0, 1, _CUTS + 1) ** _CUT_POWER
     cuts = np.unique(np.round(len(ends) * np.concatenate([alike, closer])).astype(int))
     parts = np.add.reduceat(decode_rate.curves(ends), cuts[:-1], axis=0).astype(np.float32)
-    starts = np.unique(np.append(np.arange(0, len(cuts), settings.start_every), len(cuts) - 1))
-    spread = np.round(np.geomspace(1, slices, settings.sharers)).astype(int)
+    starts = np.unique(np.append(np.arange(0, len(cuts), _START_EVERY), len(cuts) - 1))
+    spread = np.round(np.geomspace(1, slices, _SHARERS)).astype(int)
     sharers = np.unique(np.append(0, spread))
 
     # Runs: at each cut, from each cut up to it.
@@ -157,7 +177,7 @@ def _begin(decode_rate: DecodeRate, live: np.ndarray, curves: np.ndarray) -> np.
     slice has room.
     """
     rows = decode_rate.rows
-    pieces = max(1, int(np.ceil(curves[:, 0].max() * PACKING_SETTINGS.pieces / rows)))
+    pieces = max(1, int(np.ceil(curves[:, 0].max() * _PIECES / rows)))
     live = live.copy()
     curves = curves / pieces
     lines = _WIDE * np.arange(len(live))
@@ -170,11 +190,11 @@ def _begin(decode_rate: DecodeRate, live: np.ndarray, curves: np.ndarray) -> np.
 
 def _end_soonest(ways: _Ways, price: float) -> tuple[float, list[int]]:
     """Return the best of `_cut`, by deadlines that close in on the best so far."""
-    tries = PACKING_SETTINGS.deadlines
+    tries = _DEADLINES
     low = 0.0
     high = float(ways.dealt.over[-1, 0][ways.dealt.live[-1, 0] > ROUNDING].max())
     found = []
-    for _ in range(PACKING_SETTINGS.rounds):
+    for _ in range(_ROUNDS):
         tried = np.linspace(low, high, tries + 2)[1:-1]
         found += [_cut(ways, float(deadline), price) for deadline in tried]
         best = tried[np.argmin([seconds for seconds, _ in found[-tries:]])]
@@ -191,7 +211,7 @@ def _cut(ways: _Ways, deadline: float, price: float) -> tuple[float, list[int]]:
     """
     slices = int(ways.sharers[-1])
     sharers = ways.sharers
-    idle_price = PACKING_SETTINGS.idle_price / slices
+    idle_price = _IDLE_PRICE / slices
 
     def cost_of(drains: DrainForecast) -> np.ndarray:
         return drains.late(deadline) + price * drains.seconds + idle_price * drains.spent

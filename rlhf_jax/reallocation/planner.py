@@ -17,9 +17,31 @@ import numpy as np
 from rlhf_jax.reallocation import packing
 from rlhf_jax.reallocation.drain_model import ROUNDING, DecodeRate, DrainForecast, decode_rate_of
 from rlhf_jax.reallocation.length_model import SHARES
-from rlhf_jax.reallocation.settings import PLANNER_SETTINGS
 
 WAITS = -1  # The place of a sample that has no slice.
+
+# What a decision looks at, and what a move must gain.
+
+# Moves of a decision; by hand, checked by benchmarks/makespan.py, by which moves that cost nothing
+# would gain 0.8 % at most.
+_MOST_MOVES = 4
+# Late slices that nothing helps, after which a decision looks no further; by hand.
+_MOST_STUCK = 4
+# Rows of a slice that is emptied to be given away; by hand.
+_MOST_GATHERED = 8
+# Rounds of admissions of a decision, one sample a slice each; by hand.
+_ADMISSION_ROUNDS = 4
+# Rows that are tried of the late slice; by hand, for the time that it takes.
+_ROWS_TRIED = 16
+# Slices that are tried for such a row; by hand, likewise.
+_SLICES_TRIED = 12
+# Times the seconds that a move stops its slices, that it must gain; by hand.
+_MOVE_PRICE = 4.0
+# Share of what is late on its two slices, that a move must gain besides; by hand, checked by
+# benchmarks/makespan.py.
+_LEAST_GAIN = 0.2
+# Deadline of admissions over the soonest possible, for what waits; by hand.
+_SLACK = 1.03
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,10 +206,10 @@ def _admissions(draft: _Draft) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     expected_live = draft.expected_live[~view.freed]
     tokens = float((view.left[waiting] @ SHARES).sum())
     lightest = np.argsort(expected_live.sum(axis=1), kind="stable")
-    lightest = lightest[: 2 * PLANNER_SETTINGS.slices_tried]
+    lightest = lightest[: 2 * _SLICES_TRIED]
     alone = draft.drain(expected_live[lightest] + draft.curve(waiting[:1])).seconds.min()
     together = packing.deadline(draft.decode_rate, expected_live, tokens)
-    deadline = PLANNER_SETTINGS.slack * max(together, float(alone))
+    deadline = _SLACK * max(together, float(alone))
     return *_refill(draft, waiting, open_slices, deadline=deadline), given
 
 
@@ -202,7 +224,7 @@ def _refill(
     room = draft.view.rows - draft.live
     expected_live = draft.expected_live.copy()
     there = np.full(len(waiting), WAITS)
-    for _ in range(PLANNER_SETTINGS.admission_rounds):
+    for _ in range(_ADMISSION_ROUNDS):
         ends = draft.drain(expected_live[open_slices]).seconds
         order = open_slices[np.argsort(ends, kind="stable")]
         queue = np.flatnonzero(there == WAITS)
@@ -255,8 +277,8 @@ def _moves(draft: _Draft) -> list[tuple[int, int]]:
     """
     moves = []
     stuck = np.zeros(draft.view.slices, bool)
-    most_stuck = min(PLANNER_SETTINGS.most_stuck, len(stuck))
-    while len(moves) < PLANNER_SETTINGS.most_moves and stuck.sum() < most_stuck:
+    most_stuck = min(_MOST_STUCK, len(stuck))
+    while len(moves) < _MOST_MOVES and stuck.sum() < most_stuck:
         late = int(np.where(stuck, -np.inf, draft.late).argmax())
         move = _best_move(draft, late)
         if move is None:
@@ -273,23 +295,22 @@ def _best_move(draft: _Draft, late: int) -> tuple[int, int] | None:
     Returns None if nothing gains.
     """
     view = draft.view
-    settings = PLANNER_SETTINGS
     rows = np.flatnonzero((draft.place == late) & ~draft.fixed)
     has_room = ~view.freed & (draft.held < view.rows)
     takers = np.flatnonzero(has_room & (np.arange(view.slices) != late))
     if not len(rows) or not len(takers) or draft.live[late] < 2:
         return None
-    rows = _pick_evenly(draft.longest_first(rows), settings.rows_tried)
-    takers = takers[np.lexsort((draft.ends[takers], draft.late[takers]))[: settings.slices_tried]]
+    rows = _pick_evenly(draft.longest_first(rows), _ROWS_TRIED)
+    takers = takers[np.lexsort((draft.ends[takers], draft.late[takers]))[:_SLICES_TRIED]]
 
     # What a move costs counts as if the deadline were so much sooner.
     curves = draft.curve(rows)
-    deadline = draft.deadline - settings.move_price * draft.cost(rows)
+    deadline = draft.deadline - _MOVE_PRICE * draft.cost(rows)
     without = draft.drain(draft.expected_live[late] - curves).late(deadline)
     together = draft.drain(draft.expected_live[takers][None] + curves[:, None])
     joined = together.late(deadline[:, None])
     before = draft.late[late] + draft.late[takers]
-    gain = before - without[:, None] - joined - settings.least_gain * before
+    gain = before - without[:, None] - joined - _LEAST_GAIN * before
     row, taker = np.unravel_index(gain.argmax(), gain.shape)
     return (int(rows[row]), int(takers[taker])) if gain[row, taker] > 0 else None
 
@@ -315,7 +336,7 @@ def _gather(draft: _Draft) -> list[tuple[int, int]]:
     work = np.where(draft.live > 0, draft.expected_live.sum(axis=1), np.inf)
     here = int(work.argmin())
     rows = np.flatnonzero(draft.place == here)
-    if len(rows) > PLANNER_SETTINGS.most_gathered or draft.fixed[rows].any():
+    if len(rows) > _MOST_GATHERED or draft.fixed[rows].any():
         return []
 
     # A few of the slices with rows and room, from the first to end on.
@@ -324,7 +345,7 @@ def _gather(draft: _Draft) -> list[tuple[int, int]]:
     takers = np.flatnonzero(may)
     if len(takers):
         takers = takers[np.argsort(draft.ends[takers], kind="stable")]
-        takers = _pick_evenly(takers, 2 * PLANNER_SETTINGS.slices_tried)
+        takers = _pick_evenly(takers, 2 * _SLICES_TRIED)
 
     wanted = draft.inference() > (draft.ends.max() - draft.ends).sum()
     moves = []
@@ -339,7 +360,7 @@ def _gather(draft: _Draft) -> list[tuple[int, int]]:
     tokens = float(view.left[rows].max())
     pace = draft.decode_rate.paces[len(rows)]
     spared = min(ends - draft.ends.sum(), tokens / draft.decode_rate.width * pace)
-    spared -= 2 * PLANNER_SETTINGS.move_price * draft.cost(rows).sum()
+    spared -= 2 * _MOVE_PRICE * draft.cost(rows).sum()
     return moves if spared > max(0.0, view.slices * (draft.late.sum() - late)) else []
 
 

@@ -21,9 +21,11 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlhf_jax.mesh import AXES, AXIS_TYPES, ONE_DEVICE, ROW_AXES, Layout, pin_rows, row_shardings
-from rlhf_jax.reallocation.settings import TRANSFER_SETTINGS
 from rlhf_jax.types import Array, Cache, DecodeState
 
+# Bytes of a row in a piece, but for larger leaves: much fresh memory at once is slow on a CPU.
+# Chosen by benchmarks/moves.py.
+PIECE_BYTES = 1 << 22
 # The token slots of a packet: this many, or twice, four times ... as many.
 _FEWEST_SLOTS = 64
 # How a piece lies on a slice: repeated over the devices that rows lie on.
@@ -182,7 +184,7 @@ def _shares(leaves: Sequence[Array]) -> list[list[int]]:
         count = math.prod(leaf.shape[1:]) * dtype.itemsize
         pieces = found.setdefault(dtype, [([], 0)])
         shared, held = pieces[-1]
-        if held + count > TRANSFER_SETTINGS.piece_bytes:
+        if held + count > PIECE_BYTES:
             pieces.append(([one], count))
         else:
             pieces[-1] = ([*shared, one], held + count)

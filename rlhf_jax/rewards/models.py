@@ -16,7 +16,7 @@ from rlhf_jax.model.attention import causal_on
 from rlhf_jax.model.transformer import forward, logits
 from rlhf_jax.model.weights.sizes import token_id
 from rlhf_jax.model.weights.source import Source
-from rlhf_jax.placement.idle import fetched
+from rlhf_jax.placement.transfer import fetched
 from rlhf_jax.rewards.combination import Response, Scorer, Scores, as_scores, refuse_broken
 from rlhf_jax.runtime import to_host
 from rlhf_jax.runtime.foreign import read_json

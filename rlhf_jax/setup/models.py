@@ -16,8 +16,7 @@ from rlhf_jax.inference.values import critic_of
 from rlhf_jax.mesh import FLOAT32, Layout
 from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.weights.source import Source
-from rlhf_jax.placement.idle import put_aside
-from rlhf_jax.placement.transfer import transfer
+from rlhf_jax.placement.transfer import put_aside, transfer
 from rlhf_jax.setup.opened import Opened
 from rlhf_jax.training.distill import student_of
 from rlhf_jax.training.learn import trained

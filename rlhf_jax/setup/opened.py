@@ -22,8 +22,7 @@ from rlhf_jax.config.earlier import settled
 from rlhf_jax.config.identity import binding_settings
 from rlhf_jax.config.schema import Config
 from rlhf_jax.config.sizes import PlannedRun, bubble_warnings
-from rlhf_jax.data.prompts import Prompts, tokenize
-from rlhf_jax.data.responses import read_given
+from rlhf_jax.data.prompts import Prompts, read_given, tokenize
 from rlhf_jax.data.rows import read
 from rlhf_jax.model.weights.source import Source, digest, open_source
 from rlhf_jax.placement.plan import CallLayouts, Plan, training_layout

@@ -37,19 +37,6 @@ from rlhf_jax.training.optimizer import norms_and_finite, take_step
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import Array, Model, ModelConfig, Models, Trained
 
-__all__ = [
-    "DISTILLATION",
-    "Distillation",
-    "DistillationLoss",
-    "distill",
-    "forward_kl",
-    "read_by_policy",
-    "share_drawn_alike",
-    "student_config",
-    "student_of",
-    "with_hidden_states",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Distillation:

@@ -71,16 +71,13 @@ def trained(
     if isinstance(model.norm, jax.ShapeDtypeStruct):
         if places is None:
             return shapes
-        return jax.tree.map(_placed, shapes, dataclasses.replace(places, version=everywhere))
+        places = dataclasses.replace(places, version=everywhere)
+        return jax.tree.map(lambda shape, place: shape.update(sharding=place), shapes, places)
     donated = () if part else (0,)
     found = jax.jit(make, donate_argnums=donated, out_shardings=places)(model)
     if everywhere is None:
         return found
     return dataclasses.replace(found, version=place_parts(np.zeros((), np.int32), everywhere))
-
-
-def _placed(shape: jax.ShapeDtypeStruct, place: Any) -> jax.ShapeDtypeStruct:
-    return shape.update(sharding=place)
 
 
 class Minibatch(NamedTuple):

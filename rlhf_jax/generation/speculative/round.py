@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -38,14 +38,6 @@ from rlhf_jax.model.transformer import forward, logits
 from rlhf_jax.types import Array, Cache, DecodeState, Emission, Model, Strategy, Tree
 
 ModelPair = tuple[Model, Model | None]  # The target, and the draft model if there is one.
-
-
-class Verified(NamedTuple):
-    """Hold what the target says of every node: its own draw, and the window to commit from."""
-
-    draw: Draw
-    logits: Array | None  # [B, N+1, V] float32; None where the rule does not read them
-    window: Cache
 
 
 def speculative_round(
@@ -138,19 +130,19 @@ def run_round(
     root = jnp.take_along_axis(state.tokens, (state.length - 1)[:, None], axis=1)
     nodes = jnp.concatenate([root, drafts], axis=1)
     packing = pack((nodes >= 0) & ~state.done[:, None], verified, layout) if verified else None
-    outcome = verify(
+    drawn, scores, window = verify(
         target, state, nodes, tree, truncation=truncation, rule=rule, layout=layout, packing=packing
     )
     if not RULES[rule].reads_logits:
-        token = outcome.draw.token
-        logprob = outcome.draw.logprob
+        token = drawn.token
+        logprob = drawn.logprob
         last = trees.accept_equal(nodes, token, tree)
     else:
-        assert outcome.logits is not None, "Rejection reads the logits of every node."
+        assert scores is not None, "Rejection reads the logits of every node."
         token, logprob, last = rejection.accept(
             nodes,
             tree,
-            outcome.logits,
+            scores,
             draft_logits,
             key=state.key,
             position=state.length,
@@ -160,8 +152,8 @@ def run_round(
 
     path = trees.path_to(tree, last)
     depth = jnp.take_along_axis(tree.depth, last[:, None], axis=1)[:, 0]
-    emission = emit(state, path, Draw(token, logprob, outcome.draw.support), depth, stop_tokens)
-    state = commit(state, outcome.window, path, emission, layout=layout)
+    emission = emit(state, path, Draw(token, logprob, drawn.support), depth, stop_tokens)
+    state = commit(state, window, path, emission, layout=layout)
     return pin_rows(state, layout), pin_rows(emission, layout)
 
 
@@ -175,8 +167,11 @@ def verify(
     rule: str,
     layout: Layout,
     packing: Packing | None = None,
-) -> Verified:
+) -> tuple[Draw, Array | None, Cache]:
     """Call the target once, over nodes [B, N+1] of every row or those that are packed.
+
+    Returns its own draw at every node, its logits [B, N+1, V] float32, None where the rule does not
+    read them, and the window to commit from.
 
     Node 0 is the root, the others are drafts. The draw at a node of depth d decides the token at
     position length + d, with that position's noise and the row's temperature.
@@ -209,7 +204,7 @@ def verify(
     if packing is not None:
         drawn = jax.tree.map(packing.unpack, drawn)
         scores = jax.tree.map(packing.unpack, scores) if RULES[rule].reads_logits else None
-    return Verified(drawn, scores, window)
+    return drawn, scores, window
 
 
 def streams_head(layout: Layout, truncation: Truncation, rule: str) -> bool:

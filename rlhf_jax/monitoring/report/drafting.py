@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar
 
@@ -41,23 +40,6 @@ DRAFTING_KEYS = (
     "drafter/version",
     "drafter/behind",
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """Hold a row of the table: a strategy, how often it was chosen, and what it gave.
-
-    It has '—' for what was not measured.
-    """
-
-    label: str
-    name: str
-    rounds: str
-    share: str
-    tokens_per_row: str
-    predicted: str  # tokens a second of timed rounds
-    realised: str
-    ratio: str  # realised over predicted
 
 
 def charts(run: RunRecord) -> list[Chart]:
@@ -104,7 +86,7 @@ def drafter_kinds(run: RunRecord) -> dict[str, str]:
     return kinds | {name: f"other-{i % OTHER_COLOURS}" for i, name in enumerate(others)}
 
 
-def table(rows: list[Row]) -> list[Outcome]:
+def table(rows: list[Row]) -> list[dict[str, str]]:
     """Return what each strategy was predicted to give and gave, the most chosen first.
 
     Rare ones count together.
@@ -193,20 +175,23 @@ def _shares(rows: list[Row], kinds: dict[str, str]) -> Chart:
     return Chart(title, "% of a step's rounds", svg, legend)
 
 
-def _outcome(label: str, name: str, figures: collections.Counter, every: float) -> Outcome:
-    """Return the table's row of one strategy, of `every` rounds in all."""
+def _outcome(label: str, name: str, figures: collections.Counter, every: float) -> dict[str, str]:
+    """Return the table's row of one strategy, of `every` rounds in all.
+
+    Predicted and realised are tokens a second of timed rounds; '—' is what was not measured.
+    """
     predicted = _ratio(figures["predicted_tokens"], figures["predicted_seconds"])
     realised = _ratio(figures["timed_tokens"], figures["seconds"])
-    return Outcome(
-        label=label,
-        name=name,
-        rounds=f"{figures['rounds']:,.0f}",
-        share=share(figures["rounds"], every),
-        tokens_per_row=f"{_ratio(figures['tokens'], figures['live_rows']):.2f}",
-        predicted=reading(predicted) if predicted else "—",
-        realised=reading(realised) if realised else "—",
-        ratio=f"{realised / predicted:.2f}" if predicted else "—",
-    )
+    return {
+        "label": label,
+        "name": name,
+        "rounds": f"{figures['rounds']:,.0f}",
+        "share": share(figures["rounds"], every),
+        "tokens_per_row": f"{_ratio(figures['tokens'], figures['live_rows']):.2f}",
+        "predicted": reading(predicted) if predicted else "—",
+        "realised": reading(realised) if realised else "—",
+        "ratio": f"{realised / predicted:.2f}" if predicted else "—",
+    }
 
 
 def _summed(

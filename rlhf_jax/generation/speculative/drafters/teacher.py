@@ -27,7 +27,7 @@ from rlhf_jax.types import Array, Model
 HEAD_TOKENS = 512  # Tokens whose logits exist at one time.
 
 
-@functools.partial(jax.jit, static_argnames=("truncation", "rows", "layout"))
+@functools.partial(jax.jit, static_argnames=("truncation", "layout"))
 def score(
     drafter: Model,
     tokens: Array,
@@ -35,8 +35,6 @@ def score(
     key: Array,
     temperature: Array,
     truncation: Truncation,
-    *,
-    rows: int,
     layout: Layout = ONE_DEVICE,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (rank, confidence), both [B, T] int8, of the tokens [B, T] that mask [B, T] names.
@@ -44,28 +42,11 @@ def score(
     rank[b, t] is the place of tokens[b, t] among the RANKS best of the drafter's draw with key[b]
     (seed, sample), uint32, and temperature[b], float32, at position t, -1 if it is none of them;
     confidence[b, t] is the class 1..3 of that draw. Unmasked: -1 and 0. It is one forward pass,
-    `rows` rows at a time, in strides as a mesh lays them out, and HEAD_TOKENS tokens of those:
-    [B, T, V] never exists. Raises ValueError where B is not a multiple of `rows`.
+    then the head on one block of HEAD_TOKENS tokens after another: [B, T, V] never exists.
     """
     chex.assert_rank([tokens, mask, key, temperature], [2, 2, 2, 1])
-    batch = len(tokens)
-    if batch % rows:
-        raise ValueError(
-            f"{batch} rows cannot be scored {rows} at a time; the first must be a multiple of the"
-            " second."
-        )
-    given = (tokens, mask, key, temperature)
-    parts = [leaf.reshape(rows, batch // rows, -1).swapaxes(0, 1) for leaf in given]
-    scored = jax.lax.map(lambda part: _score_rows(drafter, part, truncation, layout), parts)
-    return jax.tree.map(lambda leaf: leaf.swapaxes(0, 1).reshape(batch, -1), scored)
-
-
-def _score_rows(
-    drafter: Model, part: list[Array], truncation: Truncation, layout: Layout
-) -> tuple[jax.Array, jax.Array]:
-    """Score a few rows: one forward pass, then the head on one block of columns after another."""
-    tokens, mask, key, temperature = part  # the last one is [B, 1]
     slots = tokens.shape[1]
+    of_row = jnp.asarray(temperature)[:, None]
     places = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), tokens.shape)
     hidden, _ = forward(drafter, tokens, places, causal_on(layout))
 
@@ -74,13 +55,11 @@ def _score_rows(
 
         def measure() -> tuple[jax.Array, jax.Array]:
             scores = logits(drafter, before)
-            proposed = draws.rank(
-                scores, key[:, None], position, temperature, truncation, RANKS, layout
-            )
+            proposed = draws.rank(scores, key[:, None], position, of_row, truncation, RANKS, layout)
             right = proposed == predicted[..., None]
             place = jnp.argmax(right, axis=-1).astype(jnp.int8)
             rank = jnp.where(right.any(-1) & masked, place, -1)
-            confidence = confidence_of(scores, proposed[..., 0], temperature)
+            confidence = confidence_of(scores, proposed[..., 0], of_row)
             confidence = jnp.where(masked, confidence, 0)
             return rank.astype(jnp.int8), confidence.astype(jnp.int8)
 
