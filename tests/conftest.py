@@ -38,8 +38,9 @@ gc.set_threshold(100_000, 10, 10)
 PROGRAMS = Path.home() / ".cache" / "rlhf_jax" / "tests"
 KEPT_DAYS = 14
 
-# Of a program that runs a few times, compiling it well is most of the cost. Tests held to a time
-# and those of a GPU have programs as users have them, and so has what asks for `compiled_well`.
+# Of a program that runs a few times, compiling it well is most of the cost. Tests held to a time,
+# long ones and those of a GPU, each called by their mark, have programs as users have them; what
+# asks for `compiled_well` has all passes, but for emitters that a process chooses once.
 SOON = "jax_disable_most_optimizations"
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -84,7 +85,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    if not str(config.getoption("markexpr")).startswith(("alone", "gpu")):
+    if not str(config.getoption("markexpr")).startswith(("alone", "gpu", "long")):
         jax.config.update(SOON, True)
         if jax.__version_info__ < (0, 11):  # later ones have no other emitters, and no such flag
             os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
@@ -138,7 +139,7 @@ def no_more_programs_than_needed() -> Iterator[None]:
 
 @pytest.fixture
 def compiled_well() -> Iterator[None]:
-    """Programs are what users run, for tests of the programs themselves."""
+    """Programs have all of XLA's passes, for tests of the programs themselves."""
     before = jax.config.read(SOON)
     jax.config.update(SOON, False)
     yield

