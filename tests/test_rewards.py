@@ -498,6 +498,14 @@ def test_textblob_is_another_opinion_without_downloads():
     assert measure("", "", {}) == 0.0
 
 
+def test_the_lexicons_that_are_not_here_are_named_with_their_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "textblob.en", None)
+    for name in [name for name in sys.modules if name.startswith("sentiment_")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ValueError, match=r"textblob.en is missing; .* 'rlhf_jax\[quickstart\]'"):
+        combination.load_reward(f"{SENTIMENT}:kind")
+
+
 def test_only_the_parents_end_is_signalled(tmp_path):
     """Not a call's arrival, whose signal may come after the call was read and would end the
     child. What the reward starts does not inherit the end.

@@ -11,8 +11,12 @@ from __future__ import annotations
 import functools
 import re
 
-from textblob.en import polarity
-from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+try:
+    from textblob.en import polarity
+    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+except ModuleNotFoundError as error:
+    needs = f"{error.name} is missing; to have it: pip install 'rlhf_jax[quickstart]'"
+    raise ModuleNotFoundError(needs) from None
 
 ENOUGH = 0.8
 
