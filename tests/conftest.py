@@ -27,6 +27,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 
 import jax
 import pytest
+import soon
 
 from rlhf_jax.model.transformer import init, unstack
 from rlhf_jax.types import Model, ModelConfig
@@ -37,11 +38,6 @@ gc.set_threshold(100_000, 10, 10)
 # Compiling is most of the time: what one clone's tests have compiled, those of others take.
 PROGRAMS = Path.home() / ".cache" / "rlhf_jax" / "tests"
 KEPT_DAYS = 14
-
-# Of a program that runs a few times, compiling it well is most of the cost. Tests held to a time,
-# long ones and those of a GPU, each called by their mark, have programs as users have them; what
-# asks for `compiled_well` has all passes, but for emitters that a process chooses once.
-SOON = "jax_disable_most_optimizations"
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -85,10 +81,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    # Tests held to a time, long ones and those of a GPU, each called by their mark, have programs
+    # as users have them; what asks for `compiled_well` has all passes, but for emitters that a
+    # process chooses once.
     if not str(config.getoption("markexpr")).startswith(("alone", "gpu", "long")):
-        jax.config.update(SOON, True)
-        if jax.__version_info__ < (0, 11):  # later ones have no other emitters, and no such flag
-            os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+        soon.compile_soon()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -140,10 +137,10 @@ def no_more_programs_than_needed() -> Iterator[None]:
 @pytest.fixture
 def compiled_well() -> Iterator[None]:
     """Programs have all of XLA's passes, for tests of the programs themselves."""
-    before = jax.config.read(SOON)
-    jax.config.update(SOON, False)
+    before = jax.config.read(soon.PASSES)
+    jax.config.update(soon.PASSES, False)
     yield
-    jax.config.update(SOON, before)
+    jax.config.update(soon.PASSES, before)
 
 
 @pytest.fixture(scope="session")

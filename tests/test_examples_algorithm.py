@@ -1,6 +1,5 @@
 """The documented algorithm of one's own: a config names it, and it learns."""
 
-import os
 import subprocess
 import sys
 
@@ -19,9 +18,8 @@ def test_a_run_of_the_example_trains(tmp_path):
     model = tiny_run.make_model(tmp_path / "tiny")
     changes = {"steps": 2, "evaluation__every": 0, "algorithm__name": f"{EXAMPLE}:ONLINE_DPO"}
     arguments = tiny_run.arguments(tmp_path, model, **changes)[1:]
-    environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(tiny_run.ROOT)}
     command = [sys.executable, str(tiny_run.ROOT / "launch" / "train.py"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, env=tiny_run.environment())
     assert done.returncode == 0, done.stderr
     assert "online DPO" in (tmp_path / "run" / "report.html").read_text()
     first, second = tiny_run.lines(tmp_path / "run" / "metrics.jsonl")

@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import soon
 import test_placement
 import test_resume
 import tiny_run
@@ -340,9 +341,8 @@ def place(tmp_path_factory) -> Path:
 def whole(place, monkeypatch) -> dict:
     """What an uninterrupted run leaves, with generation on two devices and all else on two."""
     monkeypatch.setattr(test_resume, "CHANGES", RESUMED)
-    monkeypatch.setitem(
-        test_resume.ENVIRONMENT, "XLA_FLAGS", "--xla_force_host_platform_device_count=4"
-    )
+    four = f"--xla_force_host_platform_device_count=4 {soon.flags()}"
+    monkeypatch.setitem(test_resume.ENVIRONMENT, "XLA_FLAGS", four)
     if not (place / "whole").exists():
         done = test_resume.run(place, "whole", "none", -1)
         assert done.returncode == 0, done.stderr

@@ -17,6 +17,7 @@ from pathlib import Path
 import listening
 import numpy as np
 import pytest
+import soon
 import tiny_run
 from safetensors.numpy import load_file
 from tiny_run import ROOT, lines
@@ -53,10 +54,10 @@ MEASURED = ("seconds", "per_second", "idle_share")
 
 
 def environment(devices: int) -> dict[str, str]:
-    """Of a process with so many devices of its own, whose programs are compiled soon rather than
-    well, and not kept: those that are read back have their collectives in other orders.
+    """Of a process with so many devices of its own, whose programs are not kept: those that are
+    read back have their collectives in other orders.
     """
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    flags = f"--xla_force_host_platform_device_count={devices} {soon.flags()}"
     paths = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     # With few threads eight devices of one process may wait for each other forever; see
     # joining.THREADS.

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import soon
 import tiny_run
 from tiny_run import ROOT, lines
 
@@ -39,10 +40,7 @@ CHANGES = {
     "training__microbatch_rows": 3,
     "evaluation__every": 3,
 }
-ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {
-    "PYTHONPATH": str(ROOT),
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # as the tests that compile their programs themselves
-}
+ENVIRONMENT = os.environ | {"XLA_FLAGS": soon.flags(), "PYTHONPATH": str(ROOT)}
 pytestmark = pytest.mark.slow
 # what the wall clock says is no part of the promise
 MEASURED = ("seconds", "per_second", "idle_share")
@@ -117,7 +115,8 @@ def check_equal(workdir: Path, whole: dict) -> None:
 def check_killed_and_resumed(place: Path, monkeypatch, changes: dict, moment: tuple[str, int]):
     """A run on four devices that is killed at a moment and goes on leaves what a whole one does."""
     monkeypatch.setitem(globals(), "CHANGES", changes)
-    monkeypatch.setitem(ENVIRONMENT, "XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+    four = f"--xla_force_host_platform_device_count=4 {soon.flags()}"
+    monkeypatch.setitem(ENVIRONMENT, "XLA_FLAGS", four)
     tiny_run.make_model(place / "tiny")
     tiny_run.make_files(place)
     done = run(place, "whole", "none", -1)

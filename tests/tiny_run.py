@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import soon
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -89,14 +90,13 @@ def arguments(folder: Path, model: Path, **changes) -> list[str]:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Of a process of one device that takes such a run: its programs are compiled soon rather than
-    well, and kept with those of the tests.
+    """Of a process of one device that takes such a run: its programs are kept with those of the
+    tests.
     """
     kept = "jax_compilation_cache_dir"
     own = {
-        "XLA_FLAGS": "",
+        "XLA_FLAGS": soon.flags(),
         "PYTHONPATH": str(ROOT),
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         kept.upper(): getattr(jax.config, kept) or "",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
