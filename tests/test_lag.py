@@ -341,8 +341,7 @@ def place(tmp_path_factory) -> Path:
 def whole(place, monkeypatch) -> dict:
     """What an uninterrupted run leaves, with generation on two devices and all else on two."""
     monkeypatch.setattr(test_resume, "CHANGES", RESUMED)
-    four = f"--xla_force_host_platform_device_count=4 {soon.flags()}"
-    monkeypatch.setitem(test_resume.ENVIRONMENT, "XLA_FLAGS", four)
+    monkeypatch.setitem(test_resume.ENVIRONMENT, "XLA_FLAGS", soon.environment(4)["XLA_FLAGS"])
     if not (place / "whole").exists():
         done = test_resume.run(place, "whole", "none", -1)
         assert done.returncode == 0, done.stderr

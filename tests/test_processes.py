@@ -54,17 +54,17 @@ MEASURED = ("seconds", "per_second", "idle_share")
 
 
 def environment(devices: int) -> dict[str, str]:
-    """Of a process with so many devices of its own, whose programs are not kept: those that are
-    read back have their collectives in other orders.
+    """Of a process with so many devices of its own, whose programs are compiled soon rather than
+    well, and not kept: those that are read back have their collectives in other orders.
     """
-    flags = f"--xla_force_host_platform_device_count={devices} {soon.flags()}"
     paths = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     # With few threads eight devices of one process may wait for each other forever; see
     # joining.THREADS.
     return (
         os.environ
         | paths
-        | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": str(joining.THREADS)}
+        | soon.environment(devices)
+        | {"JAX_PLATFORMS": "cpu", "NPROC": str(joining.THREADS)}
         | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
         | {signing.KEY: KEY}
     )

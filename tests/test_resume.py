@@ -40,7 +40,7 @@ CHANGES = {
     "training__microbatch_rows": 3,
     "evaluation__every": 3,
 }
-ENVIRONMENT = os.environ | {"XLA_FLAGS": soon.flags(), "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = os.environ | soon.environment() | {"PYTHONPATH": str(ROOT)}
 pytestmark = pytest.mark.slow
 # what the wall clock says is no part of the promise
 MEASURED = ("seconds", "per_second", "idle_share")
@@ -115,8 +115,7 @@ def check_equal(workdir: Path, whole: dict) -> None:
 def check_killed_and_resumed(place: Path, monkeypatch, changes: dict, moment: tuple[str, int]):
     """A run on four devices that is killed at a moment and goes on leaves what a whole one does."""
     monkeypatch.setitem(globals(), "CHANGES", changes)
-    four = f"--xla_force_host_platform_device_count=4 {soon.flags()}"
-    monkeypatch.setitem(ENVIRONMENT, "XLA_FLAGS", four)
+    monkeypatch.setitem(ENVIRONMENT, "XLA_FLAGS", soon.environment(4)["XLA_FLAGS"])
     tiny_run.make_model(place / "tiny")
     tiny_run.make_files(place)
     done = run(place, "whole", "none", -1)

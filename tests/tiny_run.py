@@ -90,17 +90,16 @@ def arguments(folder: Path, model: Path, **changes) -> list[str]:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Of a process of one device that takes such a run: its programs are kept with those of the
-    tests.
+    """Of a process of one device that takes such a run: its programs are compiled soon rather than
+    well, and kept with those of the tests.
     """
     kept = "jax_compilation_cache_dir"
     own = {
-        "XLA_FLAGS": soon.flags(),
         "PYTHONPATH": str(ROOT),
         kept.upper(): getattr(jax.config, kept) or "",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    return os.environ | own | changes
+    return os.environ | soon.environment() | own | changes
 
 
 def lines(path: Path) -> list[dict]:
