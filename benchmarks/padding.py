@@ -6,9 +6,10 @@ Lengths are those of a table of percentiles (`--lengths`, benchmarks/tables by d
 log-normal ones of median 4,000 and sigma 0.9, cut at 16,384. A prompt has `--prompt` tokens and
 `--group` samples. A row shard holds at most `--tokens` tokens at a time, and at least the longest
 sample. The useful share is that of tokens that are no padding, each prompt counted once for all of
-its samples, of what is computed. "before" are the rules that packing replaced: in training rows of
-like length, each padded to a multiple of 64 above the longest beside it; in inference every row
-padded to the longest that may be.
+its samples, of what is computed; that of attention is of pairs of tokens that see each other, of
+those in the blocks that are computed. "before" are the rules that packing replaced: in training
+rows of like length, each padded to a multiple of 64 above the longest beside it; in inference every
+row padded to the longest that may be.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import json
 import numpy as np
 
 from benchmarks.drains import LENGTHS_TABLE, draw_lengths, read_percentiles
+from rlhf_jax.model.attention import QUERY_BLOCK
 from rlhf_jax.sequences.batch import Sequences
-from rlhf_jax.sequences.packing import pack, padding_share
+from rlhf_jax.sequences.packing import Extent, Packed, pack, padding_share
 
 BUCKET = 64
 MEDIAN = 4000.0
@@ -65,12 +67,19 @@ def useful(
     batch = batch_of(responses, asked.prompt, longest, asked.group)
     slots = batch.tokens.shape[1]
     rows = shards * max(1, round(asked.tokens / slots))
-    packed = pack(batch, rows, BUCKET, shards)
-    needed = int(responses.sum()) + -(-len(responses) // asked.group) * asked.prompt
+    prompts = -(-len(responses) // asked.group)
+    extent = Extent(
+        rows,
+        tokens=prompts * asked.prompt + len(responses) * longest,
+        group_tokens=asked.prompt + asked.group * longest,
+    )
+    packed = pack(batch, extent, QUERY_BLOCK, shards)
+    needed = int(responses.sum()) + prompts * asked.prompt
     # The last token of a sample is predicted and not read.
     read = needed - len(responses)
     whole = sum(part.batch.tokens.size for part in packed)
-    attended = sum(part.batch.sequences.size for part in packed)
+    attended = sum(map(attended_pairs, packed))
+    seen = prompts * asked.prompt**2 / 2 + (responses * (asked.prompt + responses / 2)).sum()
 
     ordered = np.sort(responses + asked.prompt)
     parts = np.split(ordered, range(rows, len(ordered), rows))
@@ -81,10 +90,17 @@ def useful(
         "training_before": round(needed / in_training, 3),
         "inference_before": round(needed / (len(responses) * slots), 3),
         "padding": round(padding_share(packed), 3),
-        "attention": round(int((responses + asked.prompt).sum()) / attended, 3),
+        "attention": round(float(seen) / attended, 3),
         "micro_batches": len(packed),
-        "shapes": len({(part.batch.sequences.shape, part.batch.tokens.shape) for part in packed}),
+        "shapes": len({part.batch.tokens.shape for part in packed}),
     }
+
+
+def attended_pairs(part: Packed) -> int:
+    """Count the pairs of tokens in the blocks of a micro-batch's lines that see each other."""
+    pairs = part.batch.pairs
+    blocks = -(-part.batch.tokens.shape[1] // QUERY_BLOCK)
+    return int((pairs[..., 0] >= 0).sum()) * (part.batch.tokens.shape[1] // blocks) ** 2
 
 
 def batch_of(responses: np.ndarray, prompt: int, longest: int, group: int) -> Sequences:

@@ -54,6 +54,7 @@ from rlhf_jax.mesh import Layout, make_mesh
 from rlhf_jax.model.decoding import decoding_weights, student_for
 from rlhf_jax.model.transformer import forward, logits
 from rlhf_jax.model.weights.source import Source, open_source
+from rlhf_jax.sequences.packing import Extent
 from rlhf_jax.training.distill import DISTILLATION, Distillation, distill, forward_kl, student_of
 from rlhf_jax.training.experience import AdvantageConfig, compute_advantages
 from rlhf_jax.training.gradients import Learner
@@ -547,9 +548,7 @@ def stages_of(world: World, temperature: float, rate: float) -> Stages:
     asked = world.asked
     rows = GROUP * world.asked.prompts
     layout = dataclasses.replace(world.layout, role="training")
-    training = TrainingSettings(
-        microbatch_rows=GROUP, length_bucket=world.slots, temperature=temperature, layout=layout
-    )
+    training = TrainingSettings(microbatch_rows=GROUP, temperature=temperature, layout=layout)
     optimizer = make_optimizer(asked.student_learning_rate)
     student = Learner("drafter", DISTILLATION, optimizer, training)
     return Stages(
@@ -560,7 +559,7 @@ def stages_of(world: World, temperature: float, rate: float) -> Stages:
             samples_per_prompt=GROUP,
             max_new_tokens=asked.new_tokens,
         ),
-        scoring=ScoringSettings({"policy": layout}, temperature, GROUP),
+        scoring=ScoringSettings({"policy": layout}, temperature, Extent(GROUP)),
         advantage=AdvantageConfig("grpo", EstimatorConfig(GROUP)),
         learner=Learner("policy", POLICY_LOSS, make_optimizer(rate), training),
         distillation=Distillation(student, rows) if asked.online else None,

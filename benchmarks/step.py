@@ -144,7 +144,6 @@ def write_inputs(asked: argparse.Namespace, folder: Path) -> dict:
         "new_tokens": asked.new_tokens,
         "learning_rate": asked.learning_rate,
         "kl": asked.kl,
-        "length_bucket": 48,  # as the quickstart's
     }
 
 

@@ -33,6 +33,5 @@ def get_config():
     config.training.epochs = 3
     config.training.minibatches = 4
     config.training.microbatch_rows = 16
-    config.training.length_bucket = 34
     config.checkpoint.update(every=12, keep=1)
     return config

@@ -42,7 +42,6 @@ def get_config():
         warmup_steps=10,
         clip_high=0.28,
         drop_overlong=True,
-        length_bucket=128,
     )
     config.mesh.device_memory_gb = 76.0
     return config

@@ -39,6 +39,6 @@ def get_config(hardware: str = "gpu"):
         strategy="adaptive",
         max_rows=HARDWARE[hardware]["rows"],
     )
-    config.training.update(minibatches=4, warmup_steps=10, length_bucket=512)
+    config.training.update(minibatches=4, warmup_steps=10)
     config.mesh.update(HARDWARE[hardware]["mesh"])
     return config

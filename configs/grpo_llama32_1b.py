@@ -32,8 +32,6 @@ def get_config():
         history_tokens=2048,
         max_rows=256,
     )
-    config.training.update(
-        minibatches=4, microbatch_rows=8, learning_rate=1e-6, warmup_steps=10, length_bucket=256
-    )
+    config.training.update(minibatches=4, microbatch_rows=8, learning_rate=1e-6, warmup_steps=10)
     config.mesh.device_memory_gb = 76.0
     return config

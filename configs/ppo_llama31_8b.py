@@ -9,8 +9,8 @@ or 'tpu'.
 REWARD_MODEL is a Hugging Face folder of a Llama-3.1-8B sequence classifier with one label. Hardware
 and memory of each device, as predicted and printed by part before weights are loaded:
 
-gpu, 8 of 80 GB (A100 or H100), 76 of them used: 42.6 GB in generation and 43.6 GB in training.
-tpu, v5p-8, one host with 4 chips of 95 GB: 75.4 GB in generation and 82.3 GB in training.
+gpu, 8 of 80 GB (A100 or H100), 76 of them used: 42.6 GB in generation and 43.9 GB in training.
+tpu, v5p-8, one host with 4 chips of 95 GB: 75.4 GB in generation and 82.6 GB in training.
 
 Expect: `reward/mean` rises while `kl/mean` stays near its target and `critic/explained_variance`
 climbs above 0 within the first steps.

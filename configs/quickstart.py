@@ -47,5 +47,4 @@ def get_config():
 
     config.training.update(learning_rate=8e-5, schedule="linear", microbatch_rows=32)
     config.kl.coefficient = 0.07
-    config.training.length_bucket = 96
     return config

@@ -39,6 +39,7 @@ from rlhf_jax.rewards.models import RewardModel, model_scorer
 from rlhf_jax.runtime import distributed, joining
 from rlhf_jax.runtime.signals import Stopped
 from rlhf_jax.runtime.slice_groups import slice_group_of
+from rlhf_jax.sequences.packing import Extent
 
 GOLDEN = Path(__file__).parent / "golden" / "llama_reward"
 HOW = GenerationConfig(Sampling(1.0), (PLAIN,), (), max_rows=6, max_length=64, seed=3, min_rows=6)
@@ -86,7 +87,6 @@ def models() -> Scoring:
         {"policy": policy, "reference": reference, "critic": critic},
         1.0,
         rows=ROWS,
-        length_bucket=16,
         max_length=HOW.max_length,
         rewards={"judge": reward_model},
     )
@@ -217,7 +217,7 @@ def check(stage: Stage, scoring_queue: ScoringQueue, samples: list[Sample], alon
     numbers = {}
     if chosen:
         texts = as_sequences(chosen, alone.max_length)
-        how = (alone.temperature, alone.rows, alone.length_bucket, Layout())
+        how = (alone.temperature, Extent(alone.rows), Layout())
         numbers = dispatch_scores(alone.models, texts, *how).fetch()
         assert numbers.keys() == {"logprobs", "reference_logprobs", "values"}
     for name, wanted in numbers.items():

@@ -84,9 +84,12 @@ def sequences_of(tokens, mask, **columns) -> Sequences:
 def packed_of(mask, segments, count: int, **columns) -> PackedSequences:
     """Packed sequences of which only the predicted tokens matter: mask and segments [S, W]."""
     lines = jnp.zeros(mask.shape, jnp.int32)
-    places = jnp.zeros((len(mask), count, mask.shape[1]), jnp.int32)
+    pairs = jnp.zeros((len(mask), 1, 2), jnp.int32)
     groups = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (len(mask), count))
     packed = PackedSequences(
-        *(lines, lines, places, lines, lines, lines), jnp.asarray(mask), segments, groups
+        *(lines, lines, jnp.stack([lines, lines], axis=-1), pairs, lines, lines),
+        jnp.asarray(mask),
+        segments,
+        groups,
     )
     return packed.with_columns(**columns)

@@ -43,9 +43,7 @@ MODEL = ModelConfig(
     max_context=8,
 )
 STEPS = 40  # within which each method is to reach 95 % of the optimum
-UPDATE = TrainingSettings(
-    epochs=2, minibatches=2, microbatch_rows=ROWS // 2, length_bucket=4, remat=False
-)
+UPDATE = TrainingSettings(epochs=2, minibatches=2, microbatch_rows=ROWS // 2, remat=False)
 OPTIMIZERS = Optimizers(make_optimizer(0.005), make_optimizer(0.01))
 
 

@@ -13,7 +13,7 @@ from learning import sequences_of
 from rlhf_jax.losses.advantages import groups_with_signal
 from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.sequences.minibatches import minibatches, with_shares
-from rlhf_jax.sequences.packing import pack
+from rlhf_jax.sequences.packing import Extent, pack
 
 
 @pytest.mark.parametrize(
@@ -77,16 +77,19 @@ def test_a_micro_batch_has_the_numbers_of_the_tokens_that_are_trained_on(trained
     mask = np.isin(np.arange(12), trained).reshape(3, 4)
     weights = np.arange(12, dtype=np.float32).reshape(3, 4) / 12
     given = with_shares(known_batch(mask), weights)
-    (part,) = pack(given, 3, length_bucket=4, row_shards=1)
-    columns = part.batch.columns
+    parts = [part.batch for part in pack(given, Extent(3), block=4, row_shards=1)]
+    columns = parts[0].columns
     rows = {token // 4 for token in trained}
     assert columns["total_tokens"] == len(trained)
     assert columns["total_sequences"] == len(rows)
     assert columns["total_groups"] == len({int(given.group[row]) for row in rows})
-    own = np.asarray(part.batch.mask)
+
+    def told(name: str) -> np.ndarray:
+        return np.sort(np.concatenate([part.columns[name][part.mask] for part in parts]))
+
     for name, more in (("sampled_logprobs", 0), ("logprobs", 100), ("advantages", 200)):
-        assert sorted(np.asarray(columns[name])[own] - more) == list(trained)
-    np.testing.assert_allclose(sorted(np.asarray(columns["weights"])[own]), np.array(trained) / 12)
+        assert (told(name) - more).tolist() == list(trained)
+    np.testing.assert_allclose(told("weights"), np.array(trained) / 12)
 
 
 def test_where_nothing_is_trained_on_means_are_over_one():

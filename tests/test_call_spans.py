@@ -26,7 +26,6 @@ CHANGES = {
     "generation__max_new_tokens": 48,
     "generation__max_rows": 32,
     "training__microbatch_rows": 16,
-    "training__length_bucket": 1280,
 }
 
 

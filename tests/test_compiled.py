@@ -66,7 +66,6 @@ CONFIG = {
     "kl.place": "loss",
     "kl.estimator": "k3",
     "kl.target": 0.0,
-    "training.length_bucket": 128,
     "training.microbatch_rows": 16,
     "training.minibatches": 1,
 }

@@ -10,9 +10,11 @@ import sys
 
 import pytest
 
-from rlhf_jax.config import checks, command_line, default, validation
+from rlhf_jax.config import checks, command_line, default, derived, validation
 from rlhf_jax.config import schema as configs
 from rlhf_jax.config.reward_checks import OWN_MEASURES
+from rlhf_jax.mesh import ONE_DEVICE
+from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -156,6 +158,16 @@ def test_a_program_ends_without_a_traceback(config_file, override, code):
     assert len((done.stderr if code else done.stdout).strip().splitlines()) == 1
 
 
+def test_a_micro_batch_is_given_in_tokens_or_in_samples(valid):
+    longest = derived.text_tokens(valid)
+    assert derived.microbatch_rows(valid) == valid.training.microbatch_rows
+    valid.training.microbatch_tokens = 3 * longest + 1
+    assert derived.microbatch_rows(valid) == 3
+    validation.validate(valid, 8)
+    settings = TrainingSettings.from_config(valid, ONE_DEVICE, remat=False)
+    assert settings.extent.rows == 3
+
+
 def test_a_valid_config_passes(valid):
     validation.validate(valid, 8)
     valid.update(generation={"strategy": "model-tree-2x2x1"}, drafter={"path": "small"})
@@ -215,13 +227,12 @@ def test_a_valid_config_passes(valid):
         ("generation.strategy", "model-chain-4", "give drafter.path"),
         ("generation.repeated_noise", 5, "5 of 4 samples"),
         ("generation.samples_per_prompt", 1, "grpo compares"),
-        ("generation.samples_per_prompt", 3, "24 rows"),
+        ("training.microbatch_tokens", 5, "microbatch_tokens is 5, and a sample may have"),
         ("generation.max_rows", 12, "12 rows of generation.max_rows"),
         ("evaluation.top_p", 1.5, "evaluation.top_p is 1.5"),
         ("evaluation.temperature", -1.0, "evaluation.temperature is -1.0"),
         ("training.minibatches", 3, "32 samples of a step"),
         ("training.minibatches", 64, "minibatches = 64"),
-        ("training.microbatch_rows", 5, "training.microbatch_rows = 5"),
         ("training.learning_rate", -1.0, "training.learning_rate is -1.0"),
         ("training.clip_low", 1.0, "training.clip_low is 1.0"),
         ("training.aggregate", "sum", "training.aggregate is 'sum'"),
@@ -245,9 +256,6 @@ def test_what_cannot_work_is_one_sentence(valid, key, value, words):
     section, _, name = key.rpartition(".")
     target = valid[section] if section else valid
     target[name] = value
-    if key == "generation.samples_per_prompt" and value == 3:
-        valid.training.microbatch_rows = 16
-        words = "24 rows of a minibatch"
     with pytest.raises((ValueError, FileNotFoundError), match=re.escape(words)) as caught:
         validation.validate(valid, 8)
     assert "\n" not in str(caught.value) and str(caught.value).endswith(".")

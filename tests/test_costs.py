@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from compilers import devices, needs_libtpu
 from test_memory import LLAMA_8B, load
-from test_pod import Target, gradient_program, master, micro_batch, packed_zeros, score_program
+from test_pod import Target, gradient_program, master, micro_batch, packed_of, score_program
 
 from benchmarks.compiled import weights
 from rlhf_jax.algorithms.grpo import POLICY_LOSS
@@ -20,6 +20,7 @@ from rlhf_jax.config.sizes import PlannedRun
 from rlhf_jax.inference.scoring import score_packed
 from rlhf_jax.mesh import AXES, ONE_DEVICE, Layout, abstract_mesh, make_mesh
 from rlhf_jax.model import transformer
+from rlhf_jax.model.attention import packed_block
 from rlhf_jax.model.flops import count_flops
 from rlhf_jax.placement.chips import ASSUMED, TPUS
 from rlhf_jax.placement.search.collectives import find_collectives
@@ -31,6 +32,7 @@ from rlhf_jax.placement.search.traffic import (
     gradient_traffic,
 )
 from rlhf_jax.planner.describe import predict_calls
+from rlhf_jax.planner.shapes import pairs_of_texts
 from rlhf_jax.training.gradients import accumulate
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import ModelConfig, ModelConfigs
@@ -56,8 +58,10 @@ def test_flops_of_a_forward_pass_are_the_jaxprs(tokens):
     at = target(SMALL, ONE_DEVICE, 2, tokens, "on")
     model = jax.eval_shape(lambda: transformer.init(jax.random.key(0), SMALL))
     score = functools.partial(score_packed, temperature=1.0)
-    found = count_flops(score, model, jax.eval_shape(lambda: packed_zeros(at)))
-    assert abs(forward_flops(SMALL, 2, tokens, tokens // 2) / found - 1) < 0.02
+    turns = pairs_of_texts(at.config, ONE_DEVICE, 2)
+    found = count_flops(score, model, jax.eval_shape(lambda: packed_of(at)), turns=turns)
+    formula = forward_flops(SMALL, 2, tokens, tokens, block=packed_block(ONE_DEVICE))
+    assert abs(formula / found - 1) < 0.02
 
 
 @pytest.mark.parametrize("remat", [False, True])
@@ -67,8 +71,10 @@ def test_flops_of_a_gradient_are_the_jaxprs(tokens, remat):
     model = jax.eval_shape(lambda: transformer.init(jax.random.key(0), SMALL))
     settings = TrainingSettings(microbatch_rows=2, remat=remat)
     gradient = functools.partial(accumulate, None, loss=POLICY_LOSS, settings=settings)
-    found = count_flops(gradient, model, jax.eval_shape(lambda: micro_batch(at)))
-    formula = gradient_flops(SMALL, 2, tokens, tokens // 2, remat=remat)
+    turns = pairs_of_texts(at.config, ONE_DEVICE, 2)
+    found = count_flops(gradient, model, jax.eval_shape(lambda: micro_batch(at)), turns=turns)
+    block = packed_block(ONE_DEVICE)
+    formula = gradient_flops(SMALL, 2, tokens, tokens, remat=remat, block=block)
     assert abs(formula / found - 1) < 0.03
 
 
@@ -84,7 +90,8 @@ def assert_near(at: Target, platform: str, shape: tuple[int, ...]) -> None:
     """Bytes that a device receives in inference and in a gradient, within the tolerance."""
     rows = at.config.training.microbatch_rows // at.layout.row_shards
     response = at.config.generation.max_new_tokens
-    tokens = Tokens(rows * (at.config.data.max_prompt_tokens + response), rows * response)
+    line = rows * (at.config.data.max_prompt_tokens + response)
+    tokens = Tokens(line, line)
     model = weights(at.models.policy, master(at.layout))
     remat = at.config.training.remat == "on"
     sharded = ShardedModel(at.models.policy, at.layout, platform)

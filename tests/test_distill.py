@@ -41,7 +41,7 @@ from rlhf_jax.training.learn import trained
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import Layer, Trained
 
-CONFIG = TrainingSettings(microbatch_rows=2, length_bucket=8, temperature=0.8, chunk=6, seed=5)
+CONFIG = TrainingSettings(microbatch_rows=2, temperature=0.8, chunk=6, seed=5)
 DISTILL = {
     "algorithm__name": "distill",
     "steps": 4,

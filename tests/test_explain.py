@@ -264,7 +264,7 @@ def test_a_student_that_never_learns_is_measured_beside_the_one_that_does():
     the same rows.
     """
     policy = make(jax.random.key(0), dataclasses.replace(tiny_run.CONFIG, vocab_size=4))
-    config = dataclasses.replace(CONFIG, microbatch_rows=4, length_bucket=16)
+    config = dataclasses.replace(CONFIG, microbatch_rows=4)
     learner = Learner("drafter", DISTILLATION, optax.adam(1e-2), config)
     part = functools.partial(student_of, layers=1)
     student = trained(policy, learner.optimizer, part=part)

@@ -19,6 +19,7 @@ from rlhf_jax.config import default
 from rlhf_jax.mesh import ONE_DEVICE, make_mesh
 from rlhf_jax.model import transformer
 from rlhf_jax.model.flops import count_flops
+from rlhf_jax.planner.shapes import pairs_of_texts
 from rlhf_jax.training.gradients import accumulate
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import ModelConfig, ModelConfigs
@@ -143,11 +144,13 @@ def test_a_gradient_of_8b_is_counted_in_about_a_second():
     settings = TrainingSettings(microbatch_rows=2, remat=True)
     gradient = functools.partial(accumulate, None, loss=POLICY_LOSS, settings=settings)
     began = time.perf_counter()
-    found = count_flops(gradient, shapes(LLAMA_8B), batch)
+    turns = pairs_of_texts(config, ONE_DEVICE, 2)
+    found = count_flops(gradient, shapes(LLAMA_8B), batch, turns=turns)
     assert time.perf_counter() - began < 10, "a second or two on a machine that does nothing else"
     layers = 2 * 2048 * weights_of_layers(LLAMA_8B)
     down = 2 * 2048 * LLAMA_8B.num_layers * LLAMA_8B.width * LLAMA_8B.ffn_width
-    head = 2 * 1024 * LLAMA_8B.width * LLAMA_8B.vocab_size
-    # blocks of 512 queries see 512 and 1024 keys; scores come again for the layer and the block
-    attended = 0.75 * attention(LLAMA_8B, 2, 1024)
-    assert abs(found / (4 * (layers + head) - down + 5 * attended) - 1) < 0.02
+    head = 2 * 2048 * LLAMA_8B.width * LLAMA_8B.vocab_size
+    # blocks of 128 see themselves and what is before them; the layer comes twice, and the backward
+    # pass has five products for two
+    attended = (1 + 1 / 8) / 2 * attention(LLAMA_8B, 2, 1024)
+    assert abs(found / (4 * (layers + head) - down + 4.5 * attended) - 1) < 0.02

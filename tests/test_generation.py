@@ -457,7 +457,14 @@ GOLDEN = Path(__file__).parent / "golden" / "greedy.json"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "strategy", ["plain", pytest.param("lookup-chain-3", marks=pytest.mark.long), "model-tree-2x2"]
+    "strategy",
+    [
+        "plain",
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("lookup-chain-3", "model-tree-2x2")
+        ),
+    ],
 )
 def test_a_real_models_greedy_text_is_that_of_transformers(smollm2, strategy):
     """SmolLM2-135M through the whole engine, 20 prompts; it drafts for itself with its first 24

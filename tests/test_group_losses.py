@@ -16,7 +16,7 @@ from rlhf_jax.inference.logprobs import token_logprobs
 from rlhf_jax.model.packed import read_packed
 from rlhf_jax.model.transformer import init
 from rlhf_jax.sequences.minibatches import with_shares
-from rlhf_jax.sequences.packing import pack
+from rlhf_jax.sequences.packing import Extent, pack
 from rlhf_jax.training.kinds import GroupLoss
 from rlhf_jax.training.settings import TrainingSettings
 
@@ -39,7 +39,7 @@ def in_groups(vocabulary: int):
 def test_whole_groups_are_in_one_line(row_shards, rows):
     """Even where a group has more sequences than there is room for."""
     given = in_groups(50)
-    packed = pack(given, rows, 4, row_shards, whole_groups=True)
+    packed = pack(given, Extent(rows), 4, row_shards, whole_groups=True)
     seen: list[int] = []
     for part in packed:
         batch = part.batch
@@ -73,7 +73,7 @@ def test_a_loss_of_groups_is_the_loops_however_they_are_packed(tiny, rows, row_s
     def share(model, batch, settings):
         return loss(model, read_packed(model, batch, settings.layout), batch, settings)
 
-    parts = pack(known, rows, 4, row_shards, whole_groups=True)
+    parts = pack(known, Extent(rows), 4, row_shards, whole_groups=True)
     shares = [share(model, part.batch, SETTINGS) for part in parts]
     found = float(sum(value for value, _ in shares))
 

@@ -12,6 +12,7 @@ from rlhf_jax.mesh import Layout, make_mesh, model_shardings
 from rlhf_jax.model.transformer import init
 from rlhf_jax.placement.transfer import fetched, put_aside
 from rlhf_jax.runtime.compilation import compile_only, shapes
+from rlhf_jax.sequences.packing import Extent
 from rlhf_jax.types import Model, ModelConfig
 
 
@@ -43,7 +44,7 @@ def test_a_model_comes_back_as_it_was(model):
 
 def test_a_reference_scores_from_where_it_waits(model, layout):
     texts = responses_of(rows=4, slots=16, vocabulary=64)
-    settings = ScoringSettings({"reference": layout}, temperature=1.0, microbatch_rows=4)
+    settings = ScoringSettings({"reference": layout}, temperature=1.0, extent=Extent(4))
     wanted, _ = score(texts, {"reference": model}, settings)
     aside = {"reference": put_aside(model)}
     score(texts, shapes(aside), settings, execute=compile_only)

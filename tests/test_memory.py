@@ -408,13 +408,13 @@ def prefill_program(at, pod):
 
 def score_program(at, pod):
     policy = compiled.weights(at.models.policy, at.layout)
-    return score_packed.lower(policy, pod.packed_zeros(at), temperature=1.0).compile()
+    return score_packed.lower(policy, pod.packed_of(at), temperature=1.0).compile()
 
 
 def student_program(at, pod):
     policy = compiled.weights(at.models.policy, at.layout)
     student = jax.eval_shape(lambda: student_of(transformer.init(jax.random.key(0), TWO_LAYERS), 1))
-    packed = pod.packed_zeros(at)
+    packed = pod.packed_of(at)
     hidden = jnp.zeros((*packed.mask.shape, TWO_LAYERS.width))
     key = jnp.zeros((*packed.mask.shape, 2), jnp.uint32)
     known = {"noise_keys": key, "positions": packed.targets, "total_tokens": jnp.ones(())}

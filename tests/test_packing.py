@@ -4,7 +4,6 @@ whatever else is in the line.
 
 import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from rlhf_jax.model.packed import read_packed
 from rlhf_jax.model.transformer import init
 from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.sequences.minibatches import with_shares
-from rlhf_jax.sequences.packing import bucket, pack, padding_share, unpack
+from rlhf_jax.sequences.packing import Extent, Packed, pack, padding_share, unpack
 from rlhf_jax.training.settings import TrainingSettings
 
 PROMPTS = (3, 9, 5)  # tokens of each
@@ -55,38 +54,54 @@ def grouped(vocabulary: int, seed: int = 0, top_k: bool = False) -> Sequences:
     )
 
 
+def seen_by(segments: np.ndarray) -> np.ndarray:
+    """Which tokens of a line [C, 2] each token sees: [C, C] bool."""
+    own, prompt = segments.T
+    before = np.tri(len(own), dtype=bool)
+    return before & (own >= 0)[:, None] & ((own == own[:, None]) | (own == prompt[:, None]))
+
+
+def assert_reads_its_own_text(given: Sequences, packed: list[Packed]) -> None:
+    """Each predicted token is there once, and what is read before it is its sample's text."""
+    mask = np.asarray(given.mask)
+    told = []
+    for part in packed:
+        batch = part.batch
+        for shard, line in enumerate(batch.tokens):
+            seen = seen_by(np.asarray(batch.segments[shard]))
+            for place in np.flatnonzero(batch.mask[shard]):
+                row, last = divmod(int(part.source[shard, place]), mask.shape[1])
+                told.append((row, last))
+                read = np.flatnonzero(seen[batch.predict_from[shard, place]])
+                np.testing.assert_array_equal(line[read], given.tokens[row, :last])
+                np.testing.assert_array_equal(batch.positions[shard, read], np.arange(last))
+                assert batch.targets[shard, place] == given.tokens[row, last]
+    assert sorted(told) == list(zip(*(axis.tolist() for axis in np.nonzero(mask)), strict=True))
+
+
 @pytest.mark.parametrize("row_shards", [1, 2, 3, 4])
-@pytest.mark.parametrize("rows", [4, 12])
-def test_each_token_is_there_once_and_each_prompt_once_a_shard(row_shards, rows):
+@pytest.mark.parametrize("rows", [1, 4, 12])
+def test_each_token_is_there_once_and_comes_back_to_its_place(row_shards, rows):
     given = grouped(50)
     mask = np.array(given.mask)
     mask[5] = False  # a sample that is not trained on is not read
     sequences = dataclasses.replace(given, mask=mask)
-    packed = pack(sequences, rows, length_bucket=4, row_shards=row_shards)
+    packed = pack(sequences, Extent(rows), block=4, row_shards=row_shards)
+    assert_reads_its_own_text(sequences, packed)
     told = [(part, np.asarray(part.batch.columns["sampled_logprobs"])) for part in packed]
     again = unpack(told, (len(mask), SLOTS))
     np.testing.assert_array_equal(again, np.where(mask, given.columns["sampled_logprobs"], 0.0))
     ids = [np.asarray(part.batch.columns["sample_ids"])[part.batch.groups >= 0] for part in packed]
     trained = np.flatnonzero(mask.any(axis=1))
     np.testing.assert_array_equal(np.sort(np.concatenate(ids)), trained)
-    assert sum(part.batch.mask.sum() for part in packed) == mask.sum()
     for part in packed:
-        batch = jax.tree.map(np.asarray, part.batch)
-        assert batch.sequences[0].size <= max(1, rows // row_shards) * SLOTS
-        before = np.take_along_axis(batch.positions, batch.predict_from, axis=1)
-        position = part.take(np.broadcast_to(np.arange(SLOTS), mask.shape))
-        np.testing.assert_array_equal(before[batch.mask] + 1, position[batch.mask])
-        np.testing.assert_array_equal(part.take(given.tokens), batch.targets)
-        for shard, line in enumerate(batch.tokens):
-            # Where a token is at home, its sample has it at its own place.
-            home = batch.sequences[shard].reshape(-1)[batch.slot[shard]]
-            used = np.unique(batch.sequences[shard])
-            np.testing.assert_array_equal(home[used], used)
-            assert len(line) >= len(used)
-    if row_shards == 1 and rows == 12:
-        lengths = mask[mask.any(axis=1)].sum()
-        assert packed[0].real_tokens == sum(PROMPTS) + lengths - mask.any(axis=1).sum()
-        assert padding_share(packed) == 1 - packed[0].real_tokens / packed[0].batch.tokens.size
+        np.testing.assert_array_equal(part.take(given.tokens), part.batch.targets)
+        assert part.batch.tokens.shape[1] <= max(1, rows // row_shards) * SLOTS + 3
+    # Copies of a prompt are not needed.
+    needed = sum(PROMPTS) + mask.sum() - mask.any(axis=1).sum()
+    assert sum(part.needed_tokens for part in packed) == needed
+    computed = sum(part.batch.tokens.size for part in packed)
+    assert padding_share(packed) == 1 - needed / computed
     assert padding_share([]) == 0.0
 
 
@@ -101,96 +116,56 @@ def test_each_sample_reads_its_own_text(seed):
     known = place < length[:, None]
     tokens = np.where(known, random.integers(0, 2, (rows, 7)), 0).astype(np.int32)
     sequences = sequences_of(tokens, known & (place >= prompt))
-    for part in pack(sequences, rows, length_bucket=2, row_shards=2):
-        batch = part.batch
-        for shard, line in enumerate(np.asarray(batch.tokens)):
-            told = np.asarray(batch.mask[shard])
-            row, last = np.divmod(part.source[shard][told], 7)
-            own = np.asarray(batch.segment_ids[shard])[told]
-            for sample, before in {
-                (r, o): t for r, o, t in zip(row, own, last, strict=True)
-            }.items():
-                read = line[np.asarray(batch.sequences[shard, sample[1]])[:before]]
-                np.testing.assert_array_equal(read, tokens[sample[0], :before])
+    assert_reads_its_own_text(sequences, pack(sequences, Extent(rows), block=2, row_shards=2))
 
 
-def rounded(count: int, unit: int, digits: int) -> int:
-    """The least multiple of `unit` from `count` on of few binary digits, zeros behind left out."""
-    units = max(1, -(-count // unit))
-    return unit * next(n for n in itertools.count(units) if len(f"{n:b}".rstrip("0")) <= digits)
+@pytest.mark.parametrize("block", [2, 8, 64])
+def test_pairs_are_the_blocks_of_which_a_token_sees_another(block):
+    for part in pack(grouped(50), Extent(12), block, row_shards=2):
+        for segments, pairs in zip(part.batch.segments, part.batch.pairs, strict=True):
+            size = len(segments) // -(-len(segments) // block)
+            blocks = seen_by(segments).reshape(len(segments) // size, size, -1, size)
+            np.testing.assert_array_equal(
+                pairs[pairs[:, 0] >= 0], np.argwhere(blocks.any(axis=(1, 3)))
+            )
 
 
-@pytest.mark.parametrize(("unit", "digits"), [(1, 2), (8, 3), (8, 4), (3, 1)])
-def test_sizes_are_rounded_to_few_binary_digits(unit, digits):
-    counts = range(1, 3000)
-    assert [bucket(count, unit, digits) for count in counts] == [
-        rounded(count, unit, digits) for count in counts
-    ]
+def drawn(prompt: int, responses: np.ndarray, group: int, longest: int) -> Sequences:
+    """Samples of these lengths, of which neighbours share a prompt."""
+    place = np.arange(prompt + longest)
+    groups = np.arange(len(responses), dtype=np.int32) // group
+    tokens = np.zeros((len(responses), len(place)), np.int32)
+    tokens[:, :prompt] = groups[:, None]
+    mask = (place >= prompt) & (place < prompt + responses[:, None])
+    return Sequences(tokens, mask, groups)
 
 
-def test_line_lengths_are_few_and_little_of_them_is_padding():
-    sizes = {bucket(count, 8, 4) for count in range(1, 10_000)}
-    assert len(sizes) < 80
-    assert all(bucket(count, 8, 4) <= max(count * 9 / 8, count + 7) for count in range(1, 10_000))
-
-
-def tokens_of(rows, texts: dict[int, tuple[int, int]]) -> int:
-    """Tokens of samples, each (prompt, tokens of it and in all) by row, each prompt once."""
-    prompts = {texts[row][0] for row in rows}
-    return sum(PROMPTS[one] for one in prompts) + sum(
-        texts[row][1] - PROMPTS[texts[row][0]] for row in rows
-    )
-
-
-def fullest_of_the_best(texts: dict[int, tuple[int, int]], shards: int, most: int) -> int:
-    """Tokens of the fullest shard where samples are dealt by length, or cut where they lie."""
-    by_length = sorted(texts, key=lambda row: -texts[row][1])
-    turn = [*range(shards), *reversed(range(shards))]
-    dealt = [
-        [row for i, row in enumerate(by_length) if turn[i % len(turn)] == shard]
-        for shard in range(shards)
-    ]
-    best = max(tokens_of(rows, texts) for rows in dealt)
-    rows = sorted(texts)
-    for cuts in itertools.combinations_with_replacement(range(len(rows) + 1), shards - 1):
-        pairs = itertools.pairwise((0, *cuts, len(rows)))
-        parts = [rows[a:b] for a, b in pairs]
-        if max(map(len, parts)) <= most:
-            best = min(best, max(tokens_of(part, texts) for part in parts))
-    return best
-
-
-@pytest.mark.parametrize("shards", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(5))
-def test_shards_are_as_even_as_any_cut_and_arrays_as_small_as_sizes_are(seed, shards):
-    batch = grouped(50, seed)
-    mask = np.asarray(batch.mask).copy()
-    mask[np.random.default_rng(seed).integers(12, size=3)] = False
-    rows = np.flatnonzero(mask.any(axis=1)).tolist()
-    texts = {row: (row // GROUP, int(np.flatnonzero(mask[row])[-1])) for row in rows}
-    (part,) = pack(dataclasses.replace(batch, mask=mask), 12, length_bucket=4, row_shards=shards)
-    owners = [
-        sorted({int(place) // SLOTS for place in places[own]})
-        for places, own in zip(part.source, np.asarray(part.batch.mask), strict=True)
-    ]
-    assert sorted(itertools.chain.from_iterable(owners)) == rows
-    longest = min(rounded(max(tokens for _, tokens in texts.values()), 4, 3), SLOTS)
-    most = -(-12 // shards) * SLOTS // longest
-    fullest = max(tokens_of(own, texts) for own in owners)
-    assert fullest == fullest_of_the_best(texts, shards, most)
-    assert part.real_tokens == sum(tokens_of(own, texts) for own in owners)
-    held = min(most, rounded(max(map(len, owners)), 1, 2))
-    predicted = max(sum(int(mask[row].sum()) for row in own) for own in owners)
-    assert part.batch.sequences.shape == (shards, held, longest)
-    assert part.batch.tokens.shape == (shards, min(held * longest, rounded(fullest, 4, 4)))
-    assert part.batch.targets.shape == (shards, min(held * longest, rounded(predicted, 4, 4)))
+@pytest.mark.parametrize(
+    "prompt, longest, most",
+    [(50, 32, 1.15), (100, 100, 1.14), (150, 300, 1.1), (1000, 100, 1.2), (100, 1000, 1.15)],
+)
+@pytest.mark.parametrize("rows", [8, 64])
+def test_a_run_has_two_lengths_of_lines_and_computes_little_in_vain(rows, prompt, longest, most):
+    """Whatever the lengths of samples, of 8 prompts with 8 each."""
+    extent = Extent(rows, 8 * prompt + 64 * longest, prompt + 8 * longest)
+    lengths = set()
+    shares = []
+    for seed in range(10):
+        random = np.random.default_rng(seed)
+        responses = np.minimum(longest, np.exp(random.normal(np.log(longest / 2), 0.7, 64)) + 1)
+        batch = drawn(prompt, responses.astype(int), 8, longest)
+        packed = pack(batch, extent, 128, row_shards=1)
+        lengths |= {part.batch.tokens.shape[1] for part in packed}
+        shares.append(1 / (1 - padding_share(packed)))
+    assert len(lengths) <= 2
+    assert np.mean(shares) <= most
 
 
 @pytest.mark.parametrize("top_k", [False, True])
 def test_scores_are_those_of_each_sample_by_itself(tiny, top_k):
     model = init(jax.random.key(0), tiny)
     batch = grouped(tiny.vocab_size, top_k=top_k)
-    found = score_sequences(model, batch, temperature=0.7, rows=12, length_bucket=4)
+    found = score_sequences(model, batch, temperature=0.7, rows=12)
     support = batch.columns.get("top_k_ids")
     alone = token_logprobs(model, batch.tokens, temperature=0.7, mask=batch.mask, support=support)
     np.testing.assert_allclose(found, alone, atol=1e-4, rtol=0)
@@ -260,7 +235,7 @@ def test_loss_and_gradient_are_those_of_single_samples(tiny, shape, kind):
 
     gradient = jax.jit(jax.value_and_grad(share, has_aux=True), static_argnums=2)
 
-    def differentiate(experience, weights, layout, length_bucket):
+    def differentiate(experience, weights, layout, block):
         options = GRPOOptions(loss="gspo" if kind == "gspo" else "ppo")
         settings = TrainingSettings(layout=layout, remat=False, chunk=16, options=options)
         whole = model
@@ -268,14 +243,14 @@ def test_loss_and_gradient_are_those_of_single_samples(tiny, shape, kind):
             whole = jax.device_put(model, model_shardings(model, layout))
         told = []
         known = with_shares(experience.with_columns(kl_weight=np.array(0.1, np.float32)), weights)
-        for part in pack(known, 4, length_bucket, layout.row_shards):
+        for part in pack(known, Extent(4), block, layout.row_shards):
             batch = place_rows(part.batch, layout)
             (loss, _), slope = gradient(whole, batch, settings)
             told.append(jax.device_get((loss, slope)))
         return functools.reduce(add, told)
 
     layout = Layout(shape and make_mesh(*shape, devices=jax.devices()[: np.prod(shape)]))
-    loss, slope = differentiate(experience, weights, layout, length_bucket=4)
+    loss, slope = differentiate(experience, weights, layout, block=4)
     rows = np.flatnonzero(np.asarray(experience.mask).any(axis=1))
     singles = [experience.take(np.array([row])) for row in rows]
     by_row = zip(singles, weights[rows], strict=True)
@@ -291,7 +266,7 @@ def test_loss_and_gradient_are_those_of_single_samples(tiny, shape, kind):
 
 def test_entropy_of_packed_samples_is_asked_for(tiny):
     model = init(jax.random.key(0), tiny)
-    (part,) = pack(grouped(tiny.vocab_size).reading(), 12, 4, 1)
+    part = pack(grouped(tiny.vocab_size).reading(), Extent(12), 4, 1)[0]
     hidden = read_packed(model, part.batch, ONE_DEVICE)
     given = (model, hidden, part.batch.targets, part.batch.mask)
     read = functools.partial(
@@ -308,7 +283,7 @@ def test_nothing_is_said_where_no_model_reads(tiny):
     """As in GRPO without KL, whose update finds the old log-probs itself: zeros would be taken."""
     policy = init(jax.random.key(0), tiny)
     batch = grouped(tiny.vocab_size)
-    settings = ScoringSettings({}, 1.0, microbatch_rows=12)
+    settings = ScoringSettings({}, 1.0, Extent(12))
     assert score(batch, {}, settings)[0].columns.keys() == batch.columns.keys()
     nothing = dataclasses.replace(batch, mask=np.zeros_like(batch.mask))
     settings = dataclasses.replace(settings, layouts={"reference": Layout()})

@@ -37,7 +37,7 @@ from rlhf_jax.placement.plan import CallLayouts, Placement, Plan
 from rlhf_jax.planner.shapes import micro_batch_shapes, model_shapes, repeated
 from rlhf_jax.sequences.batch import PackedSequences, Sequences
 from rlhf_jax.sequences.minibatches import with_shares
-from rlhf_jax.sequences.packing import pack
+from rlhf_jax.sequences.packing import Extent, pack
 from rlhf_jax.training import pipelined
 from rlhf_jax.training.gradients import Gradient, Learner, accumulate, sum_gradients
 from rlhf_jax.training.kinds import GroupLoss
@@ -111,7 +111,7 @@ def case_of(policy: Model, critic: Model, experience: Sequences, layouts: CallLa
     known = with_shares(experience.with_columns(kl_weight=np.array(KL_WEIGHT, np.float32)), weights)
     batches = []
     for own in (layout, of_critic):
-        rows = (2, settings.length_bucket, own.row_shards)
+        rows = (settings.extent, 16, own.row_shards)
         batches.append([part.batch for part in pack(known, *rows)])
         assert len(batches[-1]) > 1
     return Case(learners, models, batches)
@@ -249,7 +249,7 @@ def test_a_loss_of_groups_is_the_same_in_a_pipeline(deep):
     settings = dataclasses.replace(ROWS, layout=layout)
     loss = GroupLoss(spread, reads=("rewards",))
     learner = Learner("policy", loss, SMALL_STEPS.policy, settings)
-    parts = pack(known, 4, settings.length_bucket, layout.row_shards, whole_groups=True)
+    parts = pack(known, Extent(1, group_tokens=64), 16, layout.row_shards, whole_groups=True)
     batches = [part.batch for part in parts]
     assert len(batches) > 1
     placed = jax.device_put(policy, model_shardings(policy, layout))

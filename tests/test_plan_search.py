@@ -243,8 +243,8 @@ def test_the_command_prints_plans_and_writes_the_best(tmp_path, capsys):
     ("words", "said"),
     [
         (
-            ["quickstart", "--devices", "v5e:2x2", "--config.training.microbatch_rows=48"],
-            "rows of a minibatch cannot be split evenly",
+            ["quickstart", "--devices", "v5e:2x2", "--config.training.microbatch_tokens=9"],
+            "training.microbatch_tokens is 9, and a sample may have",
         ),
         (["quickstart", "--devices", "v5e:2x2", "--out", "plan.txt"], "in a file NAME.json"),
         (["quickstart", "--devices", "cpu:8"], "Nothing says how fast 8 x cpu"),

@@ -31,6 +31,7 @@ from rlhf_jax.generation.speculative.sampling import UNTRUNCATED
 from rlhf_jax.inference.scoring import score_packed
 from rlhf_jax.inference.values import critic_of
 from rlhf_jax.mesh import Layout
+from rlhf_jax.planner.shapes import packed_zeros
 from rlhf_jax.sequences.batch import PackedSequences
 from rlhf_jax.training.gradients import Gradient, accumulate
 from rlhf_jax.training.kinds import Loss
@@ -88,21 +89,14 @@ def critic_weights(model: ModelConfig, layout: Layout) -> Model:
     return placed(shapes, meshes.model_shardings(shapes, layout))
 
 
-def packed_zeros(at: Target) -> PackedSequences:
-    """A packed batch of as many tokens as a micro-batch may have, all prompts different."""
-    shards = at.layout.row_shards
-    rows = at.config.training.microbatch_rows // shards
-    slots = at.config.data.max_prompt_tokens + at.config.generation.max_new_tokens
-    line = jnp.zeros((shards, rows * slots), jnp.int32)
-    samples = jnp.zeros((shards, rows, slots), jnp.int32)
-    told = jnp.zeros((shards, rows * at.config.generation.max_new_tokens), jnp.int32)
-    groups = jnp.zeros((shards, rows), jnp.int32)
-    return PackedSequences(line, line, samples, line, told, told, told == 0, told, groups)
+def packed_of(at: Target) -> PackedSequences:
+    """A packed batch of as many tokens as a micro-batch may have."""
+    return packed_zeros(at.config, at.layout, at.config.training.microbatch_rows, ())
 
 
 def micro_batch(at: Target) -> PackedSequences:
     """One micro-batch of zeros."""
-    packed = packed_zeros(at)
+    packed = packed_of(at)
     of_token = ["weights", "advantages", "sampled_logprobs", "logprobs", "reference_logprobs"]
     of_token += ["values", "returns"] if at.models.critics else []
     of_batch = ("total_tokens", "total_sequences", "total_groups", "kl_weight")
@@ -194,7 +188,8 @@ def test_predicted_memory_is_the_compilers(name):
     training = needed(gradient_program(at, policy, POLICY_LOSS))
     if name in ON_CPU and at.models.critics:  # the large one is as its policy, without the head
         critic = critic_weights(at.models.critics["critic"], at.layout)
-        training = max(training, needed(gradient_program(at, critic, CRITIC_LOSS)))
+        if "the policy's gradients, waiting" in sizes:  # while the critic's are computed
+            training = needed(gradient_program(at, critic, CRITIC_LOSS))
     assert_near(sizes["policy, float32"] + own["training"], training, f"{name} in training")
 
     generation = needed(round_program(at))
@@ -245,7 +240,7 @@ def test_memory_is_foreseen_however_far_an_8b_model_is_split(topology, fsdp, rem
 def score_program(at: Target, model: Model):
     """Log-probs of a packed batch under the policy."""
     half = placed(weights(at.models.policy, at.layout), meshes.model_shardings(model, at.layout))
-    batch = row_shapes(lambda: packed_zeros(at), at.layout)
+    batch = row_shapes(lambda: packed_of(at), at.layout)
     return score_packed.lower(half, batch, temperature=1.0, layout=at.layout).compile()
 
 

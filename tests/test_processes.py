@@ -380,7 +380,7 @@ def check_resumed(place: Path, name: str, whole: dict) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_rank_that_dies_ends_the_others_and_loses_nothing(rank, place, whole):
     name = f"killed-{rank}"
     with launched(place, name, **WHOLE) as process:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from slowness import slowness
 
 from rlhf_jax.monitoring.report.run import read_run
 from rlhf_jax.monitoring.report.warnings import warnings
@@ -51,7 +52,7 @@ def test_the_quickstart_makes_the_policy_better(seed, tmp_path, kernels_are_inte
     assert after["eval/distinct_pairs"] >= 0.7 * before["eval/distinct_pairs"]
     assert metrics[-1]["kl/response"] <= 8
     assert warnings(read_run(tmp_path)) == []
-    assert minutes <= 6
+    assert minutes <= 6 * slowness()
 
 
 @pytest.mark.long
@@ -70,4 +71,4 @@ def test_the_quickstart_with_ppo_makes_the_policy_better(tmp_path):
     before, after, _, minutes = run("quickstart_ppo", tmp_path)
     assert after["eval/reward"] >= before["eval/reward"] + 0.15
     assert after["eval/textblob"] > before["eval/textblob"]
-    assert minutes <= 10
+    assert minutes <= 10 * slowness()

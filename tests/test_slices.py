@@ -137,7 +137,6 @@ def test_a_slice_that_decodes_nothing_more_scores_what_is_finished(target):
             {"policy": policy, "reference": policy},
             temperature=1.0,
             rows=4,
-            length_bucket=16,
             max_length=64,
             rewards={"judge": on_slices},
         )

@@ -212,11 +212,8 @@ def test_a_model_whose_every_axis_is_split_writes_what_it_writes_whole(small):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "sampling",
-    [Sampling(1.0), pytest.param(Sampling(1.0, top_k=50, top_p=0.9), marks=pytest.mark.long)],
-    ids=str,
-)
+@pytest.mark.long
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(1.0, top_k=50, top_p=0.9)], ids=str)
 def test_a_real_model_whose_heads_stay_whole_writes_what_it_writes_whole(smollm2, sampling):
     """Nine heads of three groups are no multiple of two: feed-forward and vocabulary are split."""
     model = open_source(smollm2).load(jnp.float32)

@@ -16,7 +16,6 @@ from benchmarks.placement_costs import SHAPES, chip_of, measured_pairs, rank_cor
 from benchmarks.plans import config_of
 from rlhf_jax import command
 from rlhf_jax.config.hardware import parse_hardware
-from rlhf_jax.model.flops import jaxpr_flops
 from rlhf_jax.placement.chips import GPUS
 from rlhf_jax.placement.plan import Placement, Plan
 from rlhf_jax.planner import topology
@@ -92,7 +91,7 @@ def test_programs_of_one_and_two_layers_tell_what_one_of_four_is_given_and_multi
     found = {}
     for depth in (1, 2, 4):
         traced = program.trace(depth)
-        found[depth] = compile_figures(traced.lower(), jaxpr_flops(traced.jaxpr))
+        found[depth] = compile_figures(traced.lower(), program.flops(traced))
     whole = found[1].extended(found[2], 3)
     assert whole.arguments == found[4].arguments
     assert whole.flops == found[4].flops
@@ -103,7 +102,7 @@ def test_formulas_of_each_program_are_near_its_jaxpr():
     calls = placed_calls(SMALL.model, jax.devices(), SMALL.rows, SMALL.tokens)
     counted = 0
     for program in programs_of(calls):
-        flops = jaxpr_flops(program.trace(program.depth).jaxpr)
+        flops = program.flops(program.trace(program.depth))
         assert abs(program.foreseen.flops - flops) <= 0.1 * flops, program.name
         counted += flops > 0
     assert counted >= 5
@@ -122,7 +121,7 @@ def test_programs_of_a_student_that_drafts_and_learns_are_foreseen():
     for name in (*names, "student's step"):
         program = found[name]
         traced = program.trace(program.depth)
-        compiled = compile_figures(traced.lower(), jaxpr_flops(traced.jaxpr))
+        compiled = compile_figures(traced.lower(), program.flops(traced))
         foreseen = program.foreseen
         assert foreseen.flops == pytest.approx(compiled.flops, rel=0.01), name
         assert foreseen.received == pytest.approx(compiled.received, rel=0.01, abs=3e4), name

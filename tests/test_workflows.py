@@ -166,7 +166,6 @@ def test_the_state_behind_a_sequence_is_what_a_scalar_head_reads_at_its_end():
         ({"training__lag": 1}, "does not weigh samples of older weights"),
         ({"plan": "disaggregated"}, "this run generates nothing; choose 'colocated'"),
         ({"data__rows_per_step": 0}, "data.rows_per_step is 0; it must be above 0"),
-        ({"data__rows_per_step": 6}, "6 rows of a minibatch cannot be split evenly"),
         ({"data__max_response_tokens": 2}, "longer than 2 tokens; raise data.max_response_tokens"),
         ({"data__max_response_tokens": 500}, "is 524, but the model's context is 128"),
         (

@@ -74,7 +74,6 @@ def arguments(folder: Path, model: Path, **changes) -> list[str]:
         "evaluation.every": 2,
         "training.learning_rate": 1e-3,
         "training.microbatch_rows": 8,
-        "training.length_bucket": 288,  # One size holds any micro-batch.
         "checkpoint.every": 0,
         "mesh.data": 1,
         "mesh.fsdp": 1,

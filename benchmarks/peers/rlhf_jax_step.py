@@ -46,7 +46,6 @@ config.evaluation.every = 0
 config.checkpoint.every = 0
 config.training.learning_rate = asked["learning_rate"]
 config.training.microbatch_rows = asked["prompts_per_step"] * asked["samples"]
-config.training.length_bucket = asked["length_bucket"]
 config.kl.coefficient = asked["kl"]
 if asked["algorithm"] == "ppo":
     config.algorithm.name = "ppo"

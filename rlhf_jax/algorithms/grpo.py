@@ -73,7 +73,7 @@ def policy_gradient(terms: TokenTerms) -> Share:
         batch.columns["advantages"],
         mask,
         batch.segment_ids,
-        batch.sequences.shape[1],
+        batch.groups.shape[1],
         clip_low=settings.clip_low,
         clip_high=settings.clip_high,
     )

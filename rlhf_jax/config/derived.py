@@ -126,6 +126,26 @@ def text_tokens(config: Config) -> int:
     return config.data.max_prompt_tokens + response_tokens(config)
 
 
+def microbatch_rows(config: Config) -> int:
+    """Return how many of the longest samples a micro-batch has room for, over all devices."""
+    tokens = config.training.microbatch_tokens
+    return tokens // text_tokens(config) if tokens else config.training.microbatch_rows
+
+
+def batch_tokens(config: Config, minibatches: int = 1) -> int:
+    """Return the tokens of a step's samples, or of a minibatch, at most; each prompt once."""
+    rows = samples(config) // minibatches
+    # Samples of a prompt may be in any of several minibatches.
+    distinct = min(prompts(config), rows)
+    return distinct * config.data.max_prompt_tokens + rows * response_tokens(config)
+
+
+def group_tokens(config: Config) -> int:
+    """Return the tokens of all samples of a prompt at most, the prompt once."""
+    own = samples(config) // prompts(config)
+    return config.data.max_prompt_tokens + own * response_tokens(config)
+
+
 def scorers(config: Config) -> tuple[str, ...]:
     """Return the roles of the models that score the tokens of samples."""
     return algorithm_of(config).scorers(config)

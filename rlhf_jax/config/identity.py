@@ -30,6 +30,7 @@ FREE_KEYS = (
     "generation.reallocate",
     "generation.fuse_inference",
     "training.microbatch_rows",
+    "training.microbatch_tokens",
     "training.max_skipped",
     "training.pipelined",
     "training.remat",

@@ -230,10 +230,12 @@ def _generation_work(run: PlannedRun, state: DecodeState, width: int, slices: in
     ]
     if run.config.generation.fuse_inference:
         # A slice scores its part of a micro-batch.
-        whole = max(1, run.config.training.microbatch_rows // slices)
+        whole = max(1, derived.microbatch_rows(run.config) // slices)
         rows = meshes.rows_of_shard(whole, run.layout.row_shards)
-        scorers = models.scorers(derived.calls(run.config))
-        scored = max(scoring_bytes(run, model, rows, gathers=False) for model in scorers)
+        scored = max(
+            scoring_bytes(run, role, model, rows, gathers=False)
+            for role, _, model in run.models_of("inference")
+        )
         works.append(Part("a micro-batch that is scored", "generation", scored, FEWER_ROWS))
     return max(works, key=lambda work: work.bytes)
 
@@ -276,14 +278,18 @@ def most_nodes(config: Config, layout: Layout) -> int:
     return int(nodes[fits | fewest].max())
 
 
-def scoring_bytes(run: PlannedRun, model: ModelConfig, rows: int, *, gathers: bool = True) -> int:
+def scoring_bytes(
+    run: PlannedRun, role: str, model: ModelConfig, rows: int, *, gathers: bool = True
+) -> int:
     """Return what scoring the longest texts needs: in a layer, or at the logits.
 
     A reward model's texts are padded to whole buckets. Without `gathers` weights are whole.
     """
-    bucket = run.config.training.length_bucket if model in run.models.rewards else 1
-    tokens = -(-run.text_tokens // bucket) * bucket
-    layer = run.forward(model, rows, tokens)
+    if role == "reward":
+        bucket = run.config.training.length_bucket
+        layer = run.forward(model, rows, -(-run.text_tokens // bucket) * bucket)
+    else:
+        layer = run.forward_packed(model, rows * run.text_tokens)
     layer += gathers * (run.gathered_block(model) + run.turned(model))
     return max(layer, run.logits(model) + gathers * run.gathered_head(model))
 
@@ -296,7 +302,7 @@ def _inference(run: PlannedRun) -> list[Part]:
     trained = derived.calls(run.config)
     copies = work = kept = 0
     for role, own, model in run.models_of("inference"):
-        work = max(work, scoring_bytes(own, model, own.batch_rows))
+        work = max(work, scoring_bytes(own, role, model, own.batch_rows))
         if f"{role}_training" in trained:
             shared = own.layout == run.layouts.get(f"{role}_training")
             copies += own.cast_weights(model) if shared else own.weights(model)

@@ -88,7 +88,7 @@ def student_parts(run: PlannedRun) -> list[Part]:
 
 def hidden_bytes(run: PlannedRun, rows: int) -> int:
     """Return the bytes of the policy's hidden states before the predicted tokens of rows."""
-    tokens = rows * run.response_tokens
+    tokens = rows * run.text_tokens
     return tokens * run.models.policy.width * run.layout.dtype.itemsize
 
 
@@ -98,7 +98,7 @@ def reading_bytes(run: PlannedRun, *, copied: bool = False) -> int:
     copied: it is a copy in the compute dtype.
     """
     policy = run.models.policy
-    work = run.forward(policy, run.batch_rows, run.text_tokens)
+    work = run.forward_packed(policy, run.line_tokens)
     cast = 0 if copied else run.cast_weights(policy, ends=False)
     return cast + run.gathered_block(policy) + work
 
@@ -109,23 +109,22 @@ def learning_bytes(run: PlannedRun) -> int:
     Its layers are as large as the policy's, and what they keep stands beside either.
     """
     policy = run.models.policy
-    work = run.backward(policy, run.batch_rows, run.text_tokens)
+    work = run.backward_packed(policy, run.line_tokens)
     layer = run.weights(run.models.drafter, ends=False) + run.gathered(policy) + work
     kept = activation_bytes(run, typed(ModelConfig, run.models.drafter))
-    return kept + max(layer, 7 * run.logits(policy))
+    return kept + max(layer, run.temporaries.distilled * run.logits(policy))
 
 
 def stage_times(run: PlannedRun, model: ModelConfig) -> StageTimes:
     """Return the work of a pipeline's stages for a micro-batch, in a device's multiplications."""
     itemsize = run.layout.dtype.itemsize
-    tokens = run.batch_rows * run.text_tokens
-    predicted = run.batch_rows * run.response_tokens
+    tokens = run.line_tokens
     weights = run.weights(model, ends=False) / itemsize * run.layout.extent("fsdp")
     return StageTimes.of_work(
         run.layout,
         run.micro_batches,
         forward=tokens * weights,
-        head=4 * predicted * model.width * run.outputs(model),
+        head=4 * tokens * model.width * run.outputs(model),
         kept=tokens * run.tensor_share(model.width) * itemsize,
     )
 
@@ -136,18 +135,17 @@ def activation_bytes(run: PlannedRun, model: ModelConfig) -> int:
     All layers are of one stage where there is no pipeline.
     """
     stages = run.layout.slices if run.is_pipelined else 1
-    tokens = run.batch_rows * run.text_tokens
     layers = -(-model.num_layers // stages)
-    return layers * tokens * run.kept_values(model)
+    return layers * run.line_tokens * run.kept_values(model)
 
 
 def largest_work(run: PlannedRun, model: ModelConfig) -> Part:
     """Return the larger of a layer and the head at work."""
     itemsize = run.layout.dtype.itemsize
-    layer = run.backward(model, run.batch_rows, run.text_tokens) + run.gathered(model)
+    layer = run.backward_packed(model, run.line_tokens) + run.gathered(model)
     # In float32 a chunk's gradient of the head and its logits; where there are several chunks,
     # copies of the head and its gradient so far.
-    several = run.batch_rows * run.response_tokens > CHUNK
+    several = run.line_tokens > CHUNK
     copies = 4 * (run.temporaries.head_sums if several else 1) + (itemsize if itemsize < 4 else 0)
     head = copies * model.width * run.outputs(model) + run.logits(model)
     works = [

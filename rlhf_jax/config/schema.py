@@ -228,9 +228,12 @@ DEFAULTS: dict[str, Any] = {
         "epochs": 1,
         # optimizer steps of an epoch
         "minibatches": 1,
-        # how many of the longest samples have their activations at one time, over all devices:
-        # the same number on each, rounded down, and at least one
+        # how many of the longest samples a micro-batch has room for, over all devices: the same
+        # number on each, rounded down, and at least one; shorter samples are more
         "microbatch_rows": 8,
+        # the same in tokens, in place of it: as many of the longest samples as these hold; 0 for
+        # microbatch_rows
+        "microbatch_tokens": 0,
         # of the policy's AdamW
         "learning_rate": 1e-6,
         # optimizer steps in which the rate rises linearly
@@ -269,7 +272,7 @@ DEFAULTS: dict[str, Any] = {
         # keep only each layer's input for the backward pass and compute the rest again: on, off, or
         # auto, which is on where memory does not suffice without; a run keeps what it began with
         "remat": "auto",
-        # token counts of a micro-batch are rounded up to some multiples of this: larger, for fewer
+        # reward models read texts padded to a multiple of so many tokens: larger, for fewer
         # programs; smaller, for less padding
         "length_bucket": 64,
     },

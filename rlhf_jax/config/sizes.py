@@ -18,30 +18,35 @@ from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
 from rlhf_jax.inference.logprobs import CHUNK
 from rlhf_jax.model import transformer
-from rlhf_jax.model.attention import QUERY_BLOCK, kernel_of
+from rlhf_jax.model.attention import QUERY_BLOCK, kernel_of, packed_block
 from rlhf_jax.placement import pipelined
 from rlhf_jax.types import Model, ModelConfig, ModelConfigs
-
-# Float32 sums of softmax that a kernel keeps of a token and head: a TPU's fill all lanes.
-SUMS = {"": 0, "splash": LANES, "cudnn": 1}
 
 
 class Temporaries(NamedTuple):
     """Say what a platform's compiler has at work beside results, as seen in compiled programs."""
 
     scores: int  # float32 copies of scores, in a forward pass where no kernel attends
+    attended: int  # float32 copies of what attention in packed lines sums, in a forward pass
     logits: int  # of a round's logits
     padded_logits: int  # more of these where the vocabulary is no whole blocks
     matrices: float  # of the three of a layer's feed-forward that are gathered at one time
     head_sums: int  # float32 copies of a head whose gradient is summed over several chunks
+    distilled: int  # logits of two models, with gradients, at one time
     padded_head: float  # copies of a head that is gathered of parts which are no whole lanes
     turns: bool  # weights [F, M] whose M is split are turned, all layers at once, to be gathered
 
 
 TEMPORARIES = {
-    "cpu": Temporaries(2, 2, 1, matrices=3, head_sums=1, padded_head=1, turns=False),
-    "gpu": Temporaries(1, 1, 0, matrices=1.5, head_sums=2, padded_head=1, turns=True),
-    "tpu": Temporaries(2, 2, 1, matrices=1.5, head_sums=3, padded_head=2.75, turns=False),
+    "cpu": Temporaries(
+        2, 1, 2, 1, matrices=3, head_sums=3, distilled=7, padded_head=1, turns=False
+    ),
+    "gpu": Temporaries(
+        1, 0, 1, 0, matrices=1.5, head_sums=2, distilled=5, padded_head=1, turns=True
+    ),
+    "tpu": Temporaries(
+        2, 0, 2, 1, matrices=1.5, head_sums=3, distilled=7, padded_head=2.75, turns=False
+    ),
 }
 
 
@@ -62,15 +67,15 @@ class PlannedRun:
         return derived.text_tokens(self.config)
 
     @property
-    def response_tokens(self) -> int:
-        """Return the tokens of the longest sample, without its prompt."""
-        return derived.response_tokens(self.config)
-
-    @property
     def batch_rows(self) -> int:
         """Return the rows of a device's part of a micro-batch."""
-        rows = self.config.training.microbatch_rows
+        rows = derived.microbatch_rows(self.config)
         return meshes.rows_of_shard(rows, self.layout.row_shards)
+
+    @property
+    def line_tokens(self) -> int:
+        """Return the tokens of a device's line of a micro-batch."""
+        return self.batch_rows * self.text_tokens
 
     @property
     def micro_batches(self) -> int:
@@ -141,13 +146,13 @@ class PlannedRun:
 
     def logits(self, model: ModelConfig) -> int:
         """Return the float32 bytes of the logits that exist at one time outside generation."""
-        tokens = self.batch_rows * self.response_tokens
+        tokens = self.batch_rows * self.text_tokens
         return 4 * min(CHUNK, tokens) * self.outputs(model)
 
     def token_values(self, model: ModelConfig) -> int:
         """Return the bytes of all that one layer computes of a token.
 
-        They are norms and residuals [M], attention [H, D] and [G, D], also by sample, and
+        They are norms and residuals [M], attention [H, D] and [G, D], also by block, and
         products [F].
         """
         heads = (4 * model.num_heads + 4 * model.num_kv_heads) * model.head_dim
@@ -157,49 +162,55 @@ class PlannedRun:
     def kept_values(self, model: ModelConfig) -> int:
         """Return the bytes that the backward pass keeps of a token and a layer.
 
-        They are the layer's input, and without remat its products with weights and what a kernel
-        of attention returns, with the float32 sums of softmax.
+        They are the layer's input, and without remat its products with weights and what attention
+        returns, with the float32 sums of softmax.
         """
         if self.remat:
             return model.width * self.layout.dtype.itemsize
-        kernel = self.attention_kernel(model)
-        attended = model.num_heads if kernel else 0
-        heads = (model.num_heads + 2 * model.num_kv_heads + attended) * model.head_dim
+        heads = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
         split = self.tensor_share(heads + 2 * model.ffn_width)
-        sums = 4 * SUMS[kernel] * self.tensor_share(attended)
+        sums = 4 * self.tensor_share(model.num_heads)
         return (2 * model.width + split) * self.layout.dtype.itemsize + sums
 
     def forward(self, model: ModelConfig, rows: int, tokens: int) -> int:
         """Return the bytes at work in one layer's forward pass over `rows` of a device.
 
-        They are a third of its values and, where no kernel attends, scores.
+        They are a third of its values and, where no kernel attends, float32 scores of the largest
+        block of queries, shared out to all tokens.
         """
-        scores = self.temporaries.scores * self._scores(model, tokens)
-        return rows * tokens * (self.token_values(model) // 3 + scores)
-
-    def backward(self, model: ModelConfig, rows: int, tokens: int) -> int:
-        """Return the bytes at work in one layer's backward pass, its weights left out.
-
-        They are its values and, where no kernel attends, scores four times; without remat a third
-        of that is kept from the forward pass.
-        """
-        whole = rows * tokens * (self.token_values(model) + 4 * self._scores(model, tokens))
-        return whole if self.remat else 2 * whole // 3
-
-    def _scores(self, model: ModelConfig, tokens: int) -> int:
-        """Return the float32 bytes of a token's attention scores, 0 where a kernel attends.
-
-        They are those of the largest block of queries, shared out to all tokens.
-        """
-        if self.attention_kernel(model):
-            return 0
+        values = self.token_values(model) // 3
+        if kernel_of(self.layout, self.layout.dtype, model.head_dim):
+            return rows * tokens * values
         blocks, rest = divmod(tokens, QUERY_BLOCK)
         largest = max(QUERY_BLOCK * blocks * QUERY_BLOCK, rest * tokens)
-        return 4 * self.tensor_share(model.num_heads) * largest // tokens
+        scores = 4 * self.tensor_share(model.num_heads) * largest // tokens
+        return rows * tokens * (values + self.temporaries.scores * scores)
 
-    def attention_kernel(self, model: ModelConfig) -> str:
-        """Return which kernel attends outside of generation's rounds; '' for none."""
-        return kernel_of(self.layout, self.layout.dtype, model.head_dim)
+    def forward_packed(self, model: ModelConfig, tokens: int) -> int:
+        """Return the bytes at work in one layer's forward pass over a line of a device.
+
+        They are a third of its values, what attention sums and the scores of a pair of blocks.
+        """
+        sums = 4 * self.temporaries.attended * self.tensor_share(model.num_heads) * model.head_dim
+        of_tokens = tokens * (self.token_values(model) // 3 + sums)
+        return of_tokens + self._block_scores(model, tokens)
+
+    def backward_packed(self, model: ModelConfig, tokens: int) -> int:
+        """Return the bytes at work in one layer's backward pass over a line of a device.
+
+        Its weights are left out. They are its values, attention's sums and gradients, both in
+        float32, and the scores of a pair of blocks four times; without remat a third of the values
+        is kept from the forward pass.
+        """
+        values = self.token_values(model)
+        heads = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
+        of_token = (values if self.remat else 2 * values // 3) + 4 * self.tensor_share(heads)
+        return tokens * of_token + 4 * self._block_scores(model, tokens)
+
+    def _block_scores(self, model: ModelConfig, tokens: int) -> int:
+        """Return the float32 bytes of the scores of a pair of blocks of a line."""
+        block = min(packed_block(self.layout), tokens)
+        return 4 * self.tensor_share(model.num_heads) * block**2
 
     def gathered(self, model: ModelConfig) -> int:
         """Return the bytes of one layer's weights, gathered over `fsdp`."""

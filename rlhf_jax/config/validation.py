@@ -233,6 +233,7 @@ def _check_training(config: Config) -> None:
         "entropy_coefficient",
         "target_kl",
         "max_skipped",
+        "microbatch_tokens",
     )
     require_not_negative(config, *(f"training.{name}" for name in not_negative))
     clip = config.training.clip_low
@@ -332,10 +333,9 @@ def check_pipelined_training(config: Config) -> None:
 
 
 def check_batches(config: Config) -> None:
-    """Raise ValueError where samples do not split evenly into minibatches and micro-batches."""
+    """Raise ValueError where samples do not split evenly, or are longer than a micro-batch."""
     samples = derived.samples(config)
     minibatches = config.training.minibatches
-    rows = config.training.microbatch_rows
     require_even_split(
         samples,
         minibatches,
@@ -345,8 +345,13 @@ def check_batches(config: Config) -> None:
     if any(loss.whole_groups for loss in algorithm_of(config).losses.values()):
         prompts = derived.prompts(config)
         require_even_split(prompts, minibatches, "prompts of a step", by="training.minibatches")
-    minibatch = samples // minibatches
-    require_even_split(minibatch, rows, "rows of a minibatch", by="training.microbatch_rows")
+    tokens = config.training.microbatch_tokens
+    longest = derived.text_tokens(config)
+    require(
+        not tokens or tokens >= longest,
+        f"training.microbatch_tokens is {tokens}, and a sample may have {longest} tokens; give as"
+        " many or more, or lower generation.max_new_tokens or data.max_prompt_tokens.",
+    )
 
 
 def check_rows(config: Config, plan: Plan, name: str) -> None:

@@ -129,12 +129,9 @@ def head_logprobs(
         logprobs, entropies = (jnp.where(mask, leaf.reshape(tokens.shape), 0.0) for leaf in found)
         return logprobs, entropies if entropy else None
 
-    # Checkpointed, else each block would keep its logits for the backward pass.
-    measure = jax.checkpoint(
-        functools.partial(_logprobs_of_block, temperature=temperature, entropy=entropy)
-    )
+    measure = functools.partial(_logprobs_of_block, temperature=temperature, entropy=entropy)
     arrays = (hidden, tokens, mask, support)
-    return map_tokens(measure, model, arrays, chunk, layout, head_dtype)
+    return map_tokens(measure, model, arrays, chunk, layout, head_dtype, wanted=mask)
 
 
 def _logprobs_of_block(

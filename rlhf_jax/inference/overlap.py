@@ -23,6 +23,7 @@ from rlhf_jax.mesh import Layout
 from rlhf_jax.monitoring.trace import Span
 from rlhf_jax.rewards.combination import Response, failure
 from rlhf_jax.rewards.models import RewardModel, ScoredRows, start_scoring
+from rlhf_jax.sequences.packing import Extent
 from rlhf_jax.types import Model
 
 T = TypeVar("T")
@@ -35,7 +36,6 @@ class Scoring:
     models: Mapping[str, Model]  # by role
     temperature: float
     rows: int  # scored at one time on a slice
-    length_bucket: int
     max_length: int  # tokens of the longest sample, prompt included
     rewards: Mapping[str, RewardModel] = dataclasses.field(default_factory=dict)  # by their names
 
@@ -105,8 +105,9 @@ class ScoringQueue:
         models, reward_models = self._models[layout]
 
         sequences = as_sequences(samples, scoring.max_length)
-        how = (scoring.temperature, scoring.rows, scoring.length_bucket, layout)
-        pending = dispatch_scores(models, sequences, *how)
+        pending = dispatch_scores(
+            models, sequences, scoring.temperature, Extent(scoring.rows), layout
+        )
         parts = [(part, _readable(scores, layout)) for part, scores in pending.parts]
         results = dataclasses.replace(pending, parts=parts)
         rewards = {}

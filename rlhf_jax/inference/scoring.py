@@ -16,6 +16,7 @@ from rlhf_jax.config.schema import Config
 from rlhf_jax.inference.logprobs import CHUNK, head_logprobs
 from rlhf_jax.inference.values import head_values
 from rlhf_jax.mesh import ONE_DEVICE, Layout, place_rows
+from rlhf_jax.model.attention import packed_block
 from rlhf_jax.model.packed import read_packed
 from rlhf_jax.model.transformer import cast
 from rlhf_jax.monitoring.parts import PhaseParts
@@ -25,7 +26,7 @@ from rlhf_jax.runtime import messages, to_host
 from rlhf_jax.runtime.compilation import Execute, run_now, zeros
 from rlhf_jax.sequences.batch import PackedSequences, Sequences
 from rlhf_jax.sequences.columns import score_column
-from rlhf_jax.sequences.packing import Packed, pack, padding_share, unpack
+from rlhf_jax.sequences.packing import Extent, Packed, pack, padding_share, unpack
 from rlhf_jax.types import Model, Models
 
 READ = ("top_k_ids",)  # the columns that scoring reads
@@ -39,20 +40,20 @@ class ScoringSettings:
     layouts: Mapping[str, Layout]
     # the one that was sampled with
     temperature: float
-    # the longest sequences that one forward pass has room for
-    microbatch_rows: int
-    # lengths are rounded up to some multiples of it
-    length_bucket: int = 64
+    # how much there is to score at most
+    extent: Extent
 
     @classmethod
     def from_config(cls, config: Config, layouts: CallLayouts) -> ScoringSettings:
         """Settle how sequences are scored."""
-        training = config.training
         return cls(
             {role: layouts[f"{role}_inference"] for role in derived.scorers(config)},
             config.generation.temperature,
-            training.microbatch_rows,
-            length_bucket=training.length_bucket,
+            Extent(
+                derived.microbatch_rows(config),
+                derived.batch_tokens(config),
+                derived.group_tokens(config),
+            ),
         )
 
     def models_of(self, models: Models, frozen: Mapping[str, Model]) -> dict[str, Model]:
@@ -136,7 +137,6 @@ def score_sequences(
     *,
     rows: int,
     temperature: float = 1.0,
-    length_bucket: int = 64,
     layout: Layout = ONE_DEVICE,
 ) -> np.ndarray:
     """Compute the log-probabilities or values of the tokens under the mask: [B, T] float32.
@@ -145,7 +145,7 @@ def score_sequences(
     `pack`. Order and shapes depend on the tokens alone, so the same tokens score the same whatever
     generated them.
     """
-    how = (temperature, rows, length_bucket, layout)
+    how = (temperature, Extent(rows), layout)
     (found,) = dispatch_scores({"policy": model}, batch.on_host(), *how).fetch().values()
     return found
 
@@ -198,7 +198,7 @@ def _dispatch(
         elif not is_in_place(model, layout, layout.dtype):
             model = execute(_cast, model, layout.dtype)
         brought.setdefault(layout, {})[role] = model
-    how = (settings.temperature, settings.microbatch_rows, settings.length_bucket)
+    how = (settings.temperature, settings.extent)
     pending = [
         dispatch_scores(own, batch, *how, layout, execute, progress)
         for layout, own in brought.items()
@@ -214,22 +214,21 @@ def dispatch_scores(
     models: Mapping[str, Model],
     batch: Sequences,
     temperature: float,
-    rows: int,
-    length_bucket: int,
+    extent: Extent,
     layout: Layout,
     execute: Execute = run_now,
     progress: PhaseParts | None = None,
 ) -> PendingScores:
     """Start to score the tokens under the mask of host arrays, and do not wait.
 
-    models: by role, each as the layout has it. A forward pass has room for `rows` of the longest
-    sequences. `execute` calls jitted programs, or only compiles them. `progress` is told of each
-    pass.
+    models: by role, each as the layout has it. `execute` calls jitted programs, or only compiles
+    them. `progress` is told of each pass.
     """
     columns = {role: score_column(role, model.config.scalar_head) for role, model in models.items()}
     parts = []
     if models:
-        parts = pack(batch.reading(*READ), rows, length_bucket, layout.row_shards)
+        block = packed_block(layout)
+        parts = pack(batch.reading(*READ), extent, block, layout.row_shards)
     found = []
     for part in parts:
         placed = place_rows(part.batch, layout)

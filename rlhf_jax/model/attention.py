@@ -15,11 +15,14 @@ from jax.typing import DTypeLike
 from pallas_kernels.arrays import LayerCache
 from pallas_kernels.tree_attention import tree_attention
 from rlhf_jax.mesh import ONE_DEVICE, ROW_AXES, Layout
+from rlhf_jax.model.packed_attention import attend_packed
 from rlhf_jax.runtime.jax_internals import cudnn_version
 from rlhf_jax.types import Cache, ModelConfig
 
 # Plain attention takes so many queries at a time, and so many make a block of splash attention.
 QUERY_BLOCK = 512
+# Packed lines are attended in by blocks of so many tokens; small ones skip more of a line.
+BLOCKS = {"cpu": 128}
 
 
 def causal_on(layout: Layout) -> Callable:
@@ -35,17 +38,13 @@ def causal_on(layout: Layout) -> Callable:
         """Attend in each device's own rows and heads."""
         del memory
         chex.assert_rank([query, key, value], 4)
-        return _on_parts(attention_for(layout, query), layout, (query, key, value)), None
+        kernel = KERNELS[kernel_of(layout, query.dtype, query.shape[-1])]
+        return _on_parts(kernel, layout, (query, key, value)), None
 
     return attend
 
 
 causal = causal_on(ONE_DEVICE)
-
-
-def attention_for(layout: Layout, query: Array) -> Callable[[Array, Array, Array], Array]:
-    """Return what attends causally from a query [B, Q, H, D] on the devices of a layout."""
-    return KERNELS[kernel_of(layout, query.dtype, query.shape[-1])]
 
 
 def kernel_of(layout: Layout, dtype: DTypeLike, dim: int) -> str:
@@ -63,33 +62,24 @@ def kernel_of(layout: Layout, dtype: DTypeLike, dim: int) -> str:
     return "cudnn" if takes and (planned or cudnn_version()) else ""
 
 
-def packed_on(layout: Layout, samples: Array, home: Array) -> Callable:
-    """Return causal attention within each sample of packed lines, laid out as `causal_on`'s.
+def packed_on(layout: Layout, segments: Array, pairs: Array) -> Callable:
+    """Return attention within the samples of packed lines, laid out as `causal_on`'s.
 
-    query [S, C, H, D], key and value [S, C, G, D]; `samples` and `home` are those of a
-    `PackedSequences`. Each sample's tokens are put in a row for the kernel, and its results back.
+    query [S, C, H, D], key and value [S, C, G, D]; `segments` and `pairs` are those of a
+    `PackedSequences`.
     """
-
-    def attend_samples(query: Array, key: Array, value: Array, samples: Array, home: Array):
-        """Attend in the samples of one device's lines."""
-        rows = [
-            take_tokens(line, samples).reshape(-1, samples.shape[2], *line.shape[2:])
-            for line in (query, key, value)
-        ]
-        out = attention_for(layout, query)(*rows)
-        return take_tokens(out.reshape(len(samples), -1, *out.shape[2:]), home)
 
     def attend(query: Array, key: Array, value: Array, memory: None = None) -> tuple[Array, None]:
         """Attend in each device's own lines and heads."""
         del memory
-        return _on_parts(attend_samples, layout, (query, key, value), samples, home), None
+        return _on_parts(attend_packed, layout, (query, key, value), segments, pairs), None
 
     return attend
 
 
-def take_tokens(line: Array, indices: Array) -> Array:
-    """Return line[s, indices[s, ...]] of each s: [S, C, ...] and [S, ...] -> [S, ...]."""
-    return jax.vmap(lambda own, at: own.at[at].get(mode="promise_in_bounds"))(line, indices)
+def packed_block(layout: Layout) -> int:
+    """Return the tokens of a block in which a layout's devices attend within packed lines."""
+    return BLOCKS.get(layout.platform, QUERY_BLOCK)
 
 
 def _on_parts(

@@ -52,9 +52,11 @@ def map_tokens(
     chunk: int,
     layout: Layout,
     head_dtype: DTypeLike | None = None,
+    wanted: Array | None = None,
 ) -> ArrayTree:
     """Compute measure(head, *block) of blocks of tokens of arrays [B, T, ...]: [B, T, ...].
 
+    Of a block without a token that is `wanted` [B, T] bool there are zeros, on a CPU at no cost.
     `measure` is given what `logits` reads of the model, and at most `chunk` tokens of one row shard
     at a time, [C, ...]. Each shard gathers the head once, before its blocks; the head's gradient is
     summed on each device, and scattered once behind them. head_dtype: in which it is summed and the
@@ -70,7 +72,23 @@ def map_tokens(
     rows, slots = jax.tree.leaves(arrays)[0].shape[:2]
     lines = jax.tree.map(lambda leaf: leaf.reshape(shards, -1, *leaf.shape[2:]), arrays)
     blocks = split_columns(lines, chunk * shards)
-    out = jax.lax.map(lambda block: jax.vmap(measure)(own, *block), blocks)
+
+    def of_block(block: Any) -> ArrayTree:
+        return jax.vmap(measure)(own, *block)
+
+    def of_wanted(given: tuple[Any, Array]) -> ArrayTree:
+        block, is_wanted = given
+        nothing = jax.tree.map(jnp.zeros_like, jax.eval_shape(of_block, block))
+        return jax.lax.cond(is_wanted, of_block, lambda _: nothing, block)
+
+    # Checkpointed, else each block would keep its logits for the backward pass, and a branch the
+    # head. A branch costs a further gradient of the head, and XLA's partitioner for GPUs puts all
+    # that it gives on every device; so it is for a CPU, which is slow in products.
+    if wanted is None or layout.platform != "cpu":
+        out = jax.lax.map(jax.checkpoint(of_block), blocks)
+    else:
+        each = split_columns(jnp.asarray(wanted).reshape(shards, -1), chunk * shards)
+        out = jax.lax.map(jax.checkpoint(of_wanted), (blocks, each.any(axis=(1, 2))))
     joined = join_columns(out, rows * slots // shards)
     return jax.tree.map(lambda leaf: leaf.reshape(rows, slots, *leaf.shape[2:]), joined)
 

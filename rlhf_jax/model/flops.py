@@ -14,21 +14,21 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 
-def count_flops(function: Callable, *arguments: Any) -> int:
+def count_flops(function: Callable, *arguments: Any, turns: int = 1) -> int:
     """Return the FLOPs of all matrix products that a call runs, on all devices together.
 
     arguments: arrays or shapes; nothing is computed. Of branches the largest counts. A loop whose
-    turns are not known before it runs counts once.
+    turns are data, as that of attention in packed lines, counts `turns` times.
     """
-    return jaxpr_flops(jax.make_jaxpr(function)(*arguments))
+    return jaxpr_flops(jax.make_jaxpr(function)(*arguments), turns)
 
 
-def jaxpr_flops(jaxpr: ClosedJaxpr | Jaxpr) -> int:
+def jaxpr_flops(jaxpr: ClosedJaxpr | Jaxpr, turns: int = 1) -> int:
     """Return the FLOPs of a program that is traced, as `count_flops` counts them."""
-    return sum(map(_flops_of, jaxpr.eqns))
+    return sum(_flops_of(equation, turns) for equation in jaxpr.eqns)
 
 
-def _flops_of(equation: JaxprEqn) -> int:
+def _flops_of(equation: JaxprEqn, turns: int) -> int:
     """Return the FLOPs of one equation, and of all that it calls: two for each multiplication."""
     name = equation.primitive.name
     params = equation.params
@@ -42,10 +42,10 @@ def _flops_of(equation: JaxprEqn) -> int:
         products = 2 if "_fwd" in name else 5
         return products * batch * heads * dim * tokens**2
     parts = jax.tree.leaves(list(params.values()))
-    inside = [jaxpr_flops(part) for part in parts if isinstance(part, (ClosedJaxpr, Jaxpr))]
+    inside = [jaxpr_flops(part, turns) for part in parts if isinstance(part, (ClosedJaxpr, Jaxpr))]
     if name == "cond":
         return max(inside)
-    return sum(inside) * _turns(name, params)
+    return sum(inside) * (turns if name == "while" else _turns(name, params))
 
 
 def _turns(name: str, params: dict[str, Any]) -> int:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.mesh import Layout, pin_rows
-from rlhf_jax.model.attention import packed_on, take_tokens
+from rlhf_jax.model.attention import packed_on
 from rlhf_jax.model.transformer import embed_tokens, final_norm, run_layers
 from rlhf_jax.sequences.batch import PackedSequences
 from rlhf_jax.types import Model
@@ -29,8 +29,7 @@ def run_packed(
     model: Model, hidden: jax.Array, batch: PackedSequences, layout: Layout, remat: bool
 ) -> jax.Array:
     """Run the layers of a model, or of a part of one, over packed hidden states: [S, C, M]."""
-    chex.assert_rank([batch.sequences, batch.slot], [3, 2])
-    attend = packed_on(layout, jnp.asarray(batch.sequences), jnp.asarray(batch.slot))
+    attend = packed_on(layout, jnp.asarray(batch.segments), jnp.asarray(batch.pairs))
     return run_layers(model, hidden, batch.positions, attend=attend, remat=remat)[0]
 
 
@@ -40,4 +39,5 @@ def predicting_states(
     """Return the normalised state before each predicted token, [S, W, M], of all [S, C, M]."""
     chex.assert_rank([hidden, batch.predict_from], [3, 2])
     hidden = pin_rows(final_norm(model, hidden), layout)
-    return pin_rows(take_tokens(hidden, jnp.asarray(batch.predict_from)), layout)
+    take = jax.vmap(lambda line, at: line.at[at].get(mode="promise_in_bounds"))
+    return pin_rows(take(hidden, jnp.asarray(batch.predict_from)), layout)

@@ -15,6 +15,7 @@ from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 
 from rlhf_jax.model.attention import causal
+from rlhf_jax.model.packed_attention import ATTENDED
 from rlhf_jax.types import Array, Layer, Model, ModelConfig, OutputFirst
 
 
@@ -178,8 +179,10 @@ def run_layers(
 
 
 def _is_costly(primitive: Primitive, *operands: Any, **params: Any) -> bool:
-    """Tell whether the backward pass keeps what a primitive computes: products, and kernels'."""
+    """Tell whether the backward pass keeps what a primitive computes: products, and attention."""
     if primitive.name == "pallas_call" or primitive.name.startswith("dot_product_attention_fwd"):
+        return True
+    if primitive.name == "name" and params["name"] == ATTENDED:
         return True
     return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *operands, **params)
 

@@ -156,7 +156,7 @@ def compare_trainings(prices: PlanPrices) -> TrainingComparison | None:
     in_turn = math.inf
     for rows in powers_of_two(min(minibatch, COMPARED_ROWS)):
         own = copy.deepcopy(config)
-        own.training.microbatch_rows = rows
+        own.training.update(microbatch_rows=rows, microbatch_tokens=0)
         own.training.lag = 0
         for space in dataclasses.replace(prices, config=own, held={}).spaces.values():
             pipelined = fastest_pipelined(space)

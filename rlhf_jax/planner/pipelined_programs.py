@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from rlhf_jax.config import derived
 from rlhf_jax.config.memory_updates import KEPT, activation_bytes, largest_work
 from rlhf_jax.config.sizes import PlannedRun
 from rlhf_jax.mesh import FLOAT32, bytes_per_device
@@ -52,7 +53,7 @@ class StageProgram:
     @property
     def batch(self) -> Any:
         """Return the shapes of what the stage reads of a micro-batch."""
-        rows = self.calls.config.training.microbatch_rows
+        rows = derived.microbatch_rows(self.calls.config)
         layout = self.stage.settings.layout
         made = shapes.micro_batch_shapes(self.calls.config, layout, rows, self.reads)
         return self.stage.needed(made)
@@ -61,9 +62,8 @@ class StageProgram:
     def hidden(self) -> jax.ShapeDtypeStruct:
         """Return the shape of what stages give each other, as it travels."""
         layout = self.stage.settings.layout
-        packed = shapes.packed_shapes(
-            self.calls.config, layout, self.calls.config.training.microbatch_rows, ()
-        )
+        rows = derived.microbatch_rows(self.calls.config)
+        packed = shapes.packed_shapes(self.calls.config, layout, rows, ())
         shape = (*packed.tokens.shape, self.config.width)
         place = stages.hidden_sharding(shape, layout)
         return jax.ShapeDtypeStruct(shape, layout.dtype, sharding=place)
@@ -84,7 +84,7 @@ class StageProgram:
         """Return a device's bytes in a forward pass, arguments included."""
         run = self.run
         given = 1 if self.stage.reads_tokens else 2
-        work = run.forward(self.config, run.batch_rows, run.text_tokens)
+        work = run.forward_packed(self.config, run.line_tokens)
         work += run.gathered_block(self.config)
         cast = held_bytes(self.part.layers, run.layout.dtype)
         return held_bytes(self.part) + cast + given * held_bytes(self.hidden) + work
@@ -96,7 +96,7 @@ class StageProgram:
         passed = 1 if self.stage.reads_tokens else 2 if last else 3
         copies = held_bytes(self.part.layers, run.layout.dtype)  # cast, and the gradient of all
         copies += held_bytes(self.part, run.layout.dtype)
-        layer = run.backward(self.config, run.batch_rows, run.text_tokens)
+        layer = run.backward_packed(self.config, run.line_tokens)
         layer += run.gathered(self.config)
         work = largest_work(run, self.config).bytes if last else layer
         kept = activation_bytes(run, self.config)
@@ -110,7 +110,8 @@ def pipelined_updates(calls: PlacedCalls, call: str) -> Iterator[CallProgram]:
     learner = calls.learner(call)
     copies = stages.copies_of(learner)
     config = copy.deepcopy(calls.config)
-    config.training.microbatch_rows = max(1, config.training.microbatch_rows // len(copies))
+    rows = max(1, derived.microbatch_rows(config) // len(copies))
+    config.training.update(microbatch_rows=rows, microbatch_tokens=0)
     own = dataclasses.replace(calls, config=config)
     of_copy = stages.stages_of(copies[0])
     model = stages.model_of_copy(weights, copies[0], learner)
@@ -156,6 +157,8 @@ def _tasks(program: StageProgram, works: StageWorks, beside: float) -> Iterator[
         program.run.layout.extent("tensor"),
     )
     own = held_bytes(program.part.layers) + held_bytes(program.part.layers, FLOAT32)
+    config = program.calls.config
+    layout = program.stage.settings.layout
 
     def task(kind: str, work: Work, size: float, hops: int, run: Any) -> CallProgram:
         """Return the program of a task, which gathers hidden states of so many neighbours."""
@@ -166,6 +169,7 @@ def _tasks(program: StageProgram, works: StageWorks, beside: float) -> Iterator[
             Foreseen(size, work.flops, work.traffic.total + hops * gathered),
             beside=beside - own,
             depth=program.config.num_layers,
+            turns=shapes.pairs_of_texts(config, layout, derived.microbatch_rows(config)),
         )
 
     if not last:

@@ -18,6 +18,7 @@ from rlhf_jax.config.memory_parts import Part
 from rlhf_jax.config.schema import Config
 from rlhf_jax.config.sizes import PlannedRun
 from rlhf_jax.mesh import FLOAT32
+from rlhf_jax.model.flops import jaxpr_flops
 from rlhf_jax.placement.plan import CallLayouts, Plan
 from rlhf_jax.placement.search.costs import PlacedRun
 from rlhf_jax.planner import shapes
@@ -48,6 +49,11 @@ class CallProgram(NamedTuple):
     depth: int  # layers of the model
     # where each layer is a part of the program: of how many it is compiled, twice
     compiled_layers: tuple[int, ...] = ()
+    turns: int = 1  # of loops whose turns are data: pairs of blocks of a line that are attended in
+
+    def flops(self, traced: Traced) -> int:
+        """Count the FLOPs of the traced program, on all devices together."""
+        return jaxpr_flops(traced.jaxpr, self.turns)
 
     def trace(self, depth: int) -> Traced:
         """Trace the program for a model of so many layers; its devices need not be here."""

@@ -51,7 +51,8 @@ def scores(calls: PlacedCalls, call: str, model: ModelConfig) -> CallProgram:
     run = calls.run(call)
     placed = calls.placed(call)
     passes = placed.passes()
-    rewards = call == "reward_inference"
+    role = call.removesuffix("_inference")
+    rewards = role == "reward"
     if rewards:
         bucket = config.training.length_bucket
         passes = passes._replace(tokens=-(-passes.tokens // bucket) * bucket, predicted=1)
@@ -67,7 +68,7 @@ def scores(calls: PlacedCalls, call: str, model: ModelConfig) -> CallProgram:
 
     held = run.weights(model)
     work = placed.forward(model, passes)
-    size = held + memory.scoring_bytes(run, model, run.batch_rows)
+    size = held + memory.scoring_bytes(run, role, model, run.batch_rows)
     return CallProgram(
         call,
         "rewards" if rewards else "scores",
@@ -75,6 +76,7 @@ def scores(calls: PlacedCalls, call: str, model: ModelConfig) -> CallProgram:
         Foreseen(size, work.flops, work.traffic.total),
         beside=calls.always(call, ["models that score"]) - held,
         depth=model.num_layers,
+        turns=shapes.pairs_of_texts(config, run.layout, passes.samples),
     )
 
 
@@ -101,6 +103,7 @@ def gradient(calls: PlacedCalls, call: str) -> CallProgram:
         Foreseen(size, work.flops, work.traffic.total),
         beside=calls.always(call) - held + calls.waiting(call, before),
         depth=model.num_layers,
+        turns=shapes.pairs_of_texts(calls.config, run.layout, passes.samples),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -16,10 +17,12 @@ from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
 from rlhf_jax.config.sizes import abstract_weights
 from rlhf_jax.mesh import Layout
+from rlhf_jax.model.attention import packed_block
 from rlhf_jax.model.transformer import pad_vocab, unstack
 from rlhf_jax.runtime.compilation import Execute
 from rlhf_jax.sequences.batch import PackedSequences
 from rlhf_jax.sequences.columns import declaration
+from rlhf_jax.sequences.packing import Extent, line_lengths, live_pairs, pair_count
 from rlhf_jax.training.gradients import Gradient, Learner
 from rlhf_jax.training.learn import trained
 from rlhf_jax.training.optimizer import take_step
@@ -79,34 +82,39 @@ def run_step(learner: Learner, weights: Model, execute: Execute) -> Trained:
 def packed_shapes(
     config: Config, layout: Layout, rows: int, reads: Collection[str]
 ) -> PackedSequences:
-    """Return the shapes of `rows` packed sequences of full length, prompts all unlike.
+    """Return the shapes of `packed_zeros` on the devices of a layout."""
+    return row_shapes(lambda: packed_zeros(config, layout, rows, reads), layout)
+
+
+def packed_zeros(
+    config: Config, layout: Layout, rows: int, reads: Collection[str]
+) -> PackedSequences:
+    """Return lines of zeros that have room for `rows` sequences of full length.
 
     reads: the columns that they have, of those that the run makes.
     """
-    own = meshes.rows_of_shard(rows, layout.row_shards)
-    response = derived.response_tokens(config)
-    slots = derived.text_tokens(config)
-    line = (layout.row_shards, own * slots)
-    predicted = (layout.row_shards, own * response)
-    sizes = {
-        "tokens": line,
-        "positions": line,
-        "sequences": (layout.row_shards, own, slots),
-        "slot": line,
-        "predict_from": predicted,
-        "targets": predicted,
-        "mask": predicted,
-        "segment_ids": predicted,
-        "groups": (layout.row_shards, own),
+    block = packed_block(layout)
+    length = line_lengths(Extent(rows), derived.text_tokens(config), block, layout.row_shards)[-1]
+    line = (layout.row_shards, length)
+    names = ("tokens", "positions", "predict_from", "targets", "mask", "segment_ids", "groups")
+    sizes = dict.fromkeys(names, line) | {
+        "segments": (*line, 2),
+        "pairs": (layout.row_shards, pair_count(length, block), 2),
     }
+    made: dict[str, Any] = {name: jnp.zeros(size, jnp.int32) for name, size in sizes.items()}
+    made["mask"] = made["mask"] == 0
+    batch = PackedSequences(**made)
+    return batch.with_columns(**_columns(config, reads, batch.shapes))
 
-    def make() -> PackedSequences:
-        made: dict[str, Any] = {name: jnp.zeros(size, jnp.int32) for name, size in sizes.items()}
-        made["mask"] = made["mask"] == 0
-        batch = PackedSequences(**made)
-        return batch.with_columns(**_columns(config, reads, batch.shapes))
 
-    return row_shapes(make, layout)
+def pairs_of_texts(config: Config, layout: Layout, rows: int) -> int:
+    """Count the pairs of blocks of a line of such sequences that see each other."""
+    block = packed_block(layout)
+    longest = derived.text_tokens(config)
+    length = line_lengths(Extent(rows), longest, block, layout.row_shards)[-1]
+    texts = np.full(length, -1)
+    texts[: length // longest * longest] = np.arange(length // longest).repeat(longest)
+    return len(live_pairs(np.stack([texts, texts], axis=1), block))
 
 
 def micro_batch_shapes(

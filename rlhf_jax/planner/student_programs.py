@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from rlhf_jax.config import derived, memory_updates
 from rlhf_jax.config.sizes import row_share
 from rlhf_jax.mesh import FLOAT32
+from rlhf_jax.model.attention import packed_block
 from rlhf_jax.placement.search.costs import forward_flops, gradient_flops, product_flops
 from rlhf_jax.placement.search.traffic import ShardedModel, forward_traffic, gradient_traffic
 from rlhf_jax.planner import shapes
@@ -35,7 +36,7 @@ def student_updates(calls: PlacedCalls) -> Iterator[CallProgram]:
     """Yield how the policy reads a micro-batch, the student's gradient, and its step."""
     settings = student_settings(calls.config, calls.layouts[CALL], calls.remat)
     config = copy.deepcopy(calls.config)
-    config.training.microbatch_rows = settings.microbatch_rows
+    config.training.update(microbatch_rows=settings.microbatch_rows, microbatch_tokens=0)
     placements = dict(calls.plan.placements)
     placements[CALL] = dataclasses.replace(placements[CALL], pipelined=False)
     plan = dataclasses.replace(calls.plan, placements=placements)
@@ -71,11 +72,14 @@ def reading(calls: PlacedCalls, settings: TrainingSettings, *, copied: bool) -> 
         read,
         Foreseen(
             held + hidden + memory_updates.reading_bytes(run, copied=copied),
-            forward_flops(policy, passes.samples, passes.tokens, predicted=0),
+            forward_flops(
+                policy, passes.samples, passes.tokens, predicted=0, block=packed_block(run.layout)
+            ),
             forward_traffic(sharded, passes.on_device(run.layout)).total - head,
         ),
         beside=calls.always(CALL) - held * (not copied) + _all_hidden(calls) - hidden,
         depth=policy.num_layers,
+        turns=shapes.pairs_of_texts(calls.config, run.layout, passes.samples),
     )
 
 
@@ -90,7 +94,14 @@ def gradient(calls: PlacedCalls, learner: Learner) -> CallProgram:
     student = _student(calls)
     passes = calls.placed(CALL).passes()
     _, of_head = product_flops(policy)
-    flops = gradient_flops(student, passes.samples, passes.tokens, 0, remat=calls.remat)
+    flops = gradient_flops(
+        student,
+        passes.samples,
+        passes.tokens,
+        predicted=0,
+        remat=calls.remat,
+        block=packed_block(run.layout),
+    )
     flops += 3 * of_head * passes.samples * passes.predicted
 
     tokens = passes.on_device(run.layout)
@@ -119,6 +130,7 @@ def gradient(calls: PlacedCalls, learner: Learner) -> CallProgram:
         Foreseen(2 * own + of_policy + hidden + work, flops, sent.total),
         beside=calls.always(CALL) - own - of_policy + _all_hidden(calls) - hidden,
         depth=student.num_layers,
+        turns=shapes.pairs_of_texts(calls.config, run.layout, passes.samples),
     )
 
 

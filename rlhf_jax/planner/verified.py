@@ -20,7 +20,6 @@ from jax.stages import Lowered
 from rlhf_jax.config.hardware import Hardware
 from rlhf_jax.config.memory_parts import GIGA
 from rlhf_jax.config.schema import Config
-from rlhf_jax.model.flops import jaxpr_flops
 from rlhf_jax.monitoring import console
 from rlhf_jax.placement.search.collectives import find_collectives
 from rlhf_jax.planner.placed_calls import CallProgram, PlacedCalls
@@ -144,7 +143,7 @@ class CachingCompiler:
         text = f"{self._identity}\n{lowered.as_text()}"
         key = hashlib.sha256(text.encode()).hexdigest()
         if key not in self._known:
-            flops = jaxpr_flops(traced.jaxpr)
+            flops = program.flops(traced)
             label = f"{program.call}, {program.name}"
             self._known[key] = pool.submit(self._figures, key, lowered, flops, label=label)
         return self._known[key]

@@ -84,21 +84,22 @@ class Sequences:
 
 @struct.dataclass
 class PackedSequences:
-    """Hold sequences token by token, each prompt once, in one line of tokens a row shard.
+    """Hold sequences token by token, prompts shared: a line of C tokens for each of S row shards.
 
-    Padding is zero, and False in the mask. S row shards, of C tokens, R sequences of at most T
-    tokens, and W tokens that are predicted. Columns of tokens are [S, W], of the predicted ones;
-    those of sequences [S, R].
+    A prompt and what follows it of each of its samples are segments, each in one piece. A token
+    sees what comes before it of its own segment and of its prompt's. There is room for C predicted
+    tokens and C sequences, too: W and R. Columns of tokens are [S, W], of the predicted ones; those
+    of sequences [S, R]. Padding is zero, -1 in numbers of segments and blocks, False in the mask.
     """
 
     tokens: Array  # [S, C] int32
     positions: Array  # [S, C] int32, of a token in its sequence
-    sequences: Array  # [S, R, T] int32, where in the line the tokens of a sequence are
-    slot: Array  # [S, C] int32, where in `sequences`, read as [S, R * T], a token is
+    segments: Array  # [S, C, 2] int32, a token's segment, and its prompt's
+    pairs: Array  # [S, P, 2] int32, blocks of the line: tokens of the first see some of the second
     predict_from: Array  # [S, W] int32, where in the line the token before a predicted one is
     targets: Array  # [S, W] int32, the tokens that are predicted
     mask: Array  # [S, W] bool
-    segment_ids: Array  # [S, W] int32, the row of `sequences` that a predicted token belongs to
+    segment_ids: Array  # [S, W] int32, the sequence that a predicted token belongs to
     groups: Array  # [S, R] int32, of a sequence, counted from 0 in each line; -1 behind the last
     columns: dict[str, Array] = dataclasses.field(default_factory=dict)
 

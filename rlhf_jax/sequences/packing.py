@@ -1,14 +1,13 @@
-"""Packing: sequences are put into a few lines of tokens, each prompt once, on the host.
+"""Packing: sequences are put into lines of a fixed length, on the host, prompts shared.
 
 What a model computes of a token outside attention knows nothing of sequences, so lines are filled
-without padding between them; only attention takes its rows apart (`model.packed`).
+without padding between them, and attention keeps samples apart (`model.packed_attention`). A line
+has one of two lengths, whatever the lengths of samples, so a run has few programs.
 """
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,6 +17,25 @@ from rlhf_jax.sequences.batch import PackedSequences, Sequences
 from rlhf_jax.sequences.columns import declaration
 from rlhf_jax.types import Array
 
+# Lines are a third and a sixteenth of a minibatch that is as long as may be, where a micro-batch
+# has room for these: of longer ones more of the last is empty, and shorter ones repeat prompts.
+LONG = 3
+SHORT = 16
+GROUPS = 8  # A short line has room for a whole group, where there are at least so many.
+PARTS = 8  # Blocks of a line are alike, and shorter by whole eighths where its length wants it.
+
+
+@dataclasses.dataclass(frozen=True)
+class Extent:
+    """Say how much there may be of the sequences that are packed at a time, all shards together.
+
+    Lines follow from it, so it is the same whatever the lengths of samples.
+    """
+
+    rows: int  # the longest sequences that a micro-batch has room for
+    tokens: int = 0  # at most in all, each prompt once; 0 where nobody knows
+    group_tokens: int = 0  # of a group at most, its prompt once; 0 where there are no groups
+
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
@@ -25,7 +43,7 @@ class Packed:
 
     batch: PackedSequences
     source: np.ndarray  # [S, W] int64, of [B * T] tokens; 0 where masked out
-    real_tokens: int  # of `batch.tokens`, without padding
+    needed_tokens: int  # of `batch.tokens`, without padding and further copies of a prompt
 
     def take(self, array: Array) -> np.ndarray:
         """Return an array [B, T, ...] at the predicted tokens: [S, W, ...], 0 elsewhere."""
@@ -49,37 +67,69 @@ class _Sample:
         return int(self.predicted[0])
 
     @property
-    def tokens(self) -> int:
-        """Count the tokens, prompt included."""
-        return int(self.predicted[-1])
+    def own_tokens(self) -> int:
+        """Count the tokens behind the prompt."""
+        return int(self.predicted[-1]) - self.prompt_tokens
+
+
+@dataclasses.dataclass
+class _Line:
+    """Hold the samples of a line while it is filled."""
+
+    length: int
+    samples: list[_Sample] = dataclasses.field(default_factory=list)
 
 
 def pack(
-    batch: Sequences, rows: int, length_bucket: int, row_shards: int, *, whole_groups: bool = False
+    batch: Sequences, extent: Extent, block: int, row_shards: int, *, whole_groups: bool = False
 ) -> list[Packed]:
     """Pack host arrays: the sequences of which tokens are predicted, with all their columns.
 
-    A shard has at most the slots that its share of `rows` sequences of the longest length has
-    (`rows_of_shard`). Sequences of like length go together, as attention pads them to the longest.
-    Then they are dealt to row shards by prompt or by length, whichever leaves the fullest with
-    fewer tokens. With `whole_groups` those of a group are in one line, which may then have more.
+    Each row shard has a line of a micro-batch, of one of `line_lengths`. Of the ways to fill them
+    the one with the fewest tokens is taken. Samples of a prompt are together where there is room,
+    else the prompt is read again. With `whole_groups` those of a group are in one line.
     """
-    slots = batch.tokens.shape[1]
-    budget = rows_of_shard(rows, row_shards) * slots
-    samples = sorted(_samples(batch), key=lambda one: -one.tokens)
+    samples = _samples(batch)
+    if not samples:
+        return []
+    groups: dict[int, list[_Sample]] = {}
+    for one in samples:
+        groups.setdefault(int(batch.group[one.row]) if whole_groups else one.prompt, []).append(one)
+    longest = batch.tokens.shape[1]
+    indivisible = 0
+    if whole_groups:
+        most = extent.group_tokens or max(map(len, groups.values())) * longest
+        # It may be more where those of a group have prompts of their own.
+        indivisible = max(most, *(max(_room(own)) for own in groups.values()))
+    lengths = line_lengths(extent, longest, block, row_shards, indivisible)
+    in_order = sorted(groups.values(), key=lambda own: -_tokens(own))
+    lines = _fill(in_order, lengths, row_shards, whole_groups)
+    known: set[int] = set()
     packed = []
-    while samples:
-        longest = min(bucket(samples[0].tokens, length_bucket, 3), slots)
-        most = budget // longest
-        if whole_groups:
-            shares, samples = _deal_groups(samples, batch.group, row_shards, most)
-        else:
-            shares = _deal(samples[: most * row_shards], row_shards, most)
-            samples = samples[most * row_shards :]
-        fullest = max(map(len, shares))
-        of_shard = min(max(most, fullest), bucket(fullest, 1, 2))
-        packed.append(_lay_out(batch, shares, (of_shard, longest), length_bucket))
+    for length in reversed(lengths):
+        own = [line.samples for line in lines if line.length == length]
+        for start in range(0, len(own), row_shards):
+            shares = own[start : start + row_shards]
+            shares += [[]] * (row_shards - len(shares))
+            packed.append(_lay_out(batch, shares, length, block, known))
     return packed
+
+
+def line_lengths(
+    extent: Extent, longest: int, block: int, row_shards: int, indivisible: int = 0
+) -> tuple[int, ...]:
+    """Return the lengths of lines, one or two, the shorter one first.
+
+    longest: tokens that a sequence has at most; indivisible: that must be in one line. What is left
+    beside long lines lies in short ones. A line has whole blocks of at most `block` tokens.
+    """
+    least = max(longest, indivisible)
+    most = rows_of_shard(extent.rows, row_shards) * longest
+    expected = (extent.tokens or most * LONG * row_shards) // row_shards
+    most = _whole_blocks(max(least, min(most, expected // LONG)), block)
+    group = extent.group_tokens if extent.group_tokens * GROUPS <= expected else 0
+    short = _whole_blocks(max(least, group, expected // SHORT), block)
+    return (short, most) if short < most else (most,)
 
 
 def unpack(found: Sequence[tuple[Packed, np.ndarray]], shape: tuple[int, ...]) -> np.ndarray:
@@ -92,20 +142,16 @@ def unpack(found: Sequence[tuple[Packed, np.ndarray]], shape: tuple[int, ...]) -
 
 
 def padding_share(packed: Sequence[Packed]) -> float:
-    """Return the share of the tokens of batches that are padding."""
+    """Return the share of the tokens of batches that are padding or a prompt's further copies."""
     computed = sum(one.batch.tokens.size for one in packed)
-    return 1.0 - sum(one.real_tokens for one in packed) / computed if computed else 0.0
+    return 1.0 - sum(one.needed_tokens for one in packed) / computed if computed else 0.0
 
 
-def bucket(count: int, unit: int, bits: int) -> int:
-    """Return the next multiple of `unit` whose number of units has at most `bits` binary digits.
-
-    So sizes are few, and at most 1 / 2^(bits - 1) of one is padding, where it is above
-    2^bits units.
-    """
-    units = max(1, -(-count // unit))
-    step = 1 << max(0, (units - 1).bit_length() - bits)
-    return -(-units // step) * step * unit
+def _whole_blocks(tokens: int, block: int) -> int:
+    """Return the least length of a line from so many tokens on."""
+    blocks = -(-tokens // block)
+    part = max(1, block // PARTS)
+    return blocks * min(block, -(-tokens // (blocks * part)) * part)
 
 
 def _samples(batch: Sequences) -> list[_Sample]:
@@ -120,97 +166,111 @@ def _samples(batch: Sequences) -> list[_Sample]:
     return found
 
 
-def _deal(samples: list[_Sample], row_shards: int, most: int) -> list[list[_Sample]]:
-    """Give each row shard its samples, at most so many."""
-    # There and back, so that who gets the longest sample gets the shortest.
-    turn = [*range(row_shards), *reversed(range(row_shards))]
-    by_length: list[list[_Sample]] = [[] for _ in range(row_shards)]
-    for index, sample in enumerate(samples):
-        by_length[turn[index % len(turn)]].append(sample)
-
-    by_prompt = sorted(samples, key=lambda one: (one.prompt, one.row))
-    cut = functools.partial(_runs, by_prompt, most=most)
-    fullest = max(map(_tokens, by_length))
-    enough = bisect.bisect_left(
-        range(fullest + 1),
-        True,
-        lo=-(-_tokens(samples) // row_shards),  # as even as can be
-        key=lambda capacity: len(cut(capacity)) <= row_shards,
-    )
-    if enough > fullest:
-        return by_length
-    runs = cut(enough)
-    return runs + [[] for _ in range(row_shards - len(runs))]
-
-
-def _runs(samples: list[_Sample], capacity: int, most: int) -> list[list[_Sample]]:
-    """Cut samples in order into runs of at most `most`, each of at most `capacity` tokens.
-
-    A sample that has more by itself is a run of its own.
-    """
-    runs: list[list[_Sample]] = []
-    used = 0
-    for sample in samples:
-        known = bool(runs) and runs[-1][-1].prompt == sample.prompt
-        used += sample.tokens - known * sample.prompt_tokens
-        if not runs or used > capacity or len(runs[-1]) == most:
-            runs.append([])
-            used = sample.tokens
-        runs[-1].append(sample)
-    return runs
-
-
-def _deal_groups(
-    samples: list[_Sample], group: Array, row_shards: int, most: int
-) -> tuple[list[list[_Sample]], list[_Sample]]:
-    """Give row shards whole groups, and return what is left for later lines.
-
-    A line has at most `most` samples, or one group that has more.
-    """
-    groups: dict[int, list[_Sample]] = {}
-    for sample in samples:
-        groups.setdefault(int(group[sample.row]), []).append(sample)
-    shares: list[list[_Sample]] = [[] for _ in range(row_shards)]
-    left = []
-    for own in groups.values():
-        share = min(shares, key=_tokens)
-        if share and len(share) + len(own) > most:
-            left += own
-        else:
-            share += own
-    return shares, sorted(left, key=lambda one: -one.tokens)
-
-
-def _tokens(samples: list[_Sample]) -> int:
+def _tokens(samples: Sequence[_Sample]) -> int:
     """Count the tokens of samples, each prompt once."""
     prompts = {one.prompt: one.prompt_tokens for one in samples}
-    return sum(prompts.values()) + sum(one.tokens - one.prompt_tokens for one in samples)
+    return sum(prompts.values()) + sum(one.own_tokens for one in samples)
+
+
+def _room(samples: Sequence[_Sample]) -> list[int]:
+    """Count the tokens of samples, each prompt once, and those that are predicted."""
+    return [_tokens(samples), sum(len(one.predicted) for one in samples)]
+
+
+def _fill(
+    groups: list[list[_Sample]], lengths: tuple[int, ...], row_shards: int, whole_groups: bool
+) -> list[_Line]:
+    """Fill lines with groups of samples, the largest first, with the fewest tokens in all.
+
+    With two lengths, as many of the long ones come first as are filled, or one more or less.
+    """
+    longest = lengths[-1] * row_shards
+    filled = sum(map(_tokens, groups)) // longest
+    counts = {max(0, filled + more) for more in (1, 0, -1)} if len(lengths) > 1 else {0}
+
+    def computed(lines: list[_Line]) -> int:
+        """Count the tokens of as many lines as each row shard then has."""
+        each = [sum(line.length == length for line in lines) for length in lengths]
+        return sum(-(-n // row_shards) * own for n, own in zip(each, lengths, strict=True))
+
+    ways = [
+        _first_fit(groups, lengths, count * row_shards, whole_groups)
+        for count in sorted(counts, reverse=True)
+    ]
+    return min(ways, key=computed)
+
+
+def _first_fit(
+    groups: list[list[_Sample]], lengths: tuple[int, ...], count: int, whole_groups: bool
+) -> list[_Line]:
+    """Put each group into the first line that has room, of `count` long ones and of new ones.
+
+    A group that fits nowhere is split, but where it may not be.
+    """
+    lines = [_Line(lengths[-1]) for _ in range(count)]
+    # Tokens and predicted tokens that each line has room for.
+    free = np.full((len(lines), 2), lengths[-1])
+    for group in groups:
+        rest = sorted(group, key=lambda one: -one.own_tokens)
+        while rest:
+            least = _room(rest)
+            whole = whole_groups or (free >= least).all(axis=1).any()
+            if not whole:
+                least = _room(rest[:1])
+            fits = (free >= least).all(axis=1)
+            if not fits.any():
+                length = next(own for own in lengths if own >= max(least))
+                lines.append(_Line(length))
+                free = np.concatenate([free, [[length, length]]])
+                continue
+            place = int(fits.argmax())
+            taken = rest if whole else _that_fit(rest, free[place])
+            lines[place].samples += taken
+            free[place] -= _room(taken)
+            rows = {one.row for one in taken}
+            rest = [one for one in rest if one.row not in rows]
+    return [line for line in lines if line.samples]
+
+
+def _that_fit(samples: list[_Sample], free: np.ndarray) -> list[_Sample]:
+    """Return the samples of one prompt that a line has room for, in their order."""
+    tokens, predicted = free.tolist()
+    tokens -= samples[0].prompt_tokens
+    found = []
+    for one in samples:
+        if one.own_tokens <= tokens and len(one.predicted) <= predicted:
+            found.append(one)
+            tokens -= one.own_tokens
+            predicted -= len(one.predicted)
+    return found
 
 
 def _lay_out(
-    batch: Sequences, shares: list[list[_Sample]], rows: tuple[int, int], length_bucket: int
+    batch: Sequences, shares: list[list[_Sample]], length: int, block: int, known: set[int]
 ) -> Packed:
-    """Lay out each shard's line: `rows` are its sequences and their longest length."""
-    slots = rows[0] * rows[1]
-    line = min(slots, bucket(max(map(_tokens, shares)), length_bucket, 4))
-    wanted = max(sum(len(one.predicted) for one in share) for share in shares)
-    count = min(slots, bucket(wanted, length_bucket, 4))
-    shape = (len(shares), line)
+    """Lay out the line of each shard; known: the prompts that have been read, which are added."""
+    shape = (len(shares), length)
     packed = PackedSequences(
         tokens=np.zeros(shape, np.int32),
         positions=np.zeros(shape, np.int32),
-        sequences=np.zeros((len(shares), *rows), np.int32),
-        slot=np.zeros(shape, np.int32),
-        predict_from=np.zeros((len(shares), count), np.int32),
-        targets=np.zeros((len(shares), count), np.int32),
-        mask=np.zeros((len(shares), count), bool),
-        segment_ids=np.zeros((len(shares), count), np.int32),
-        groups=np.full((len(shares), rows[0]), -1, np.int32),
+        segments=np.full((*shape, 2), -1, np.int32),
+        pairs=np.full((len(shares), pair_count(length, block), 2), -1, np.int32),
+        predict_from=np.zeros(shape, np.int32),
+        targets=np.zeros(shape, np.int32),
+        mask=np.zeros(shape, bool),
+        segment_ids=np.zeros(shape, np.int32),
+        groups=np.full(shape, -1, np.int32),
     )
-    source = np.zeros((len(shares), count), np.int64)
+    source = np.zeros(shape, np.int64)
     for shard, share in enumerate(shares):
         _fill_line(batch, share, packed, source, shard)
-    laid = Packed(packed, source, sum(map(_tokens, shares)))
+        pairs = live_pairs(np.asarray(packed.segments[shard]), block)
+        packed.pairs[shard, : len(pairs)] = pairs
+    read = {one.prompt: one.prompt_tokens for share in shares for one in share}
+    needed = sum(one.own_tokens for share in shares for one in share)
+    needed += sum(tokens for prompt, tokens in read.items() if prompt not in known)
+    known.update(read)
+    laid = Packed(packed, source, needed)
     columns = {name: _laid(laid, name, column, shares) for name, column in batch.columns.items()}
     return dataclasses.replace(laid, batch=packed.with_columns(**columns))
 
@@ -222,7 +282,7 @@ def _laid(laid: Packed, name: str, column: Array, shares: list[list[_Sample]]) -
         return column
     if per == "token":
         return laid.take(column)
-    found = np.zeros((*laid.batch.sequences.shape[:2], *column.shape[1:]), column.dtype)
+    found = np.zeros((*laid.batch.groups.shape, *column.shape[1:]), column.dtype)
     for shard, share in enumerate(shares):
         found[shard, : len(share)] = column[[one.row for one in share]]
     return found
@@ -233,30 +293,61 @@ def _fill_line(
 ) -> None:
     """Write one shard's sequences into the arrays of the packed ones."""
     slots = batch.tokens.shape[1]
-    longest = packed.sequences.shape[2]
-    prompts: dict[int, int] = {}  # where in the line each begins
+    prompts: dict[int, tuple[int, int]] = {}  # where in the line each begins, and its segment
     numbers: dict[int, int] = {}  # of the line's groups
     used = 0
+    segments = 0
     wanted = 0
+
+    def lay(one: _Sample, first: int, tokens: int, prompt: int) -> None:
+        """Lay out so many tokens of a sample, a segment of their own."""
+        nonlocal used, segments
+        new = slice(used, used + tokens)
+        packed.tokens[shard, new] = batch.tokens[one.row, first : first + tokens]
+        packed.positions[shard, new] = np.arange(first, first + tokens)
+        packed.segments[shard, new] = segments, prompt
+        used += tokens
+        segments += 1
+
     for place, one in enumerate(share):
-        group = int(batch.group[one.row])
-        packed.groups[shard, place] = numbers.setdefault(group, len(numbers))
-        # The prompt is laid out with the first of its samples.
-        fresh = 0 if one.prompt not in prompts else one.prompt_tokens
-        start = prompts.setdefault(one.prompt, used)
-        position = np.arange(one.tokens)
-        where = position + np.where(position < one.prompt_tokens, start, used - fresh)
-        new = slice(used, used + one.tokens - fresh)
-        packed.tokens[shard, new] = batch.tokens[one.row, fresh : one.tokens]
-        packed.positions[shard, new] = position[fresh:]
-        packed.slot[shard, new] = place * longest + position[fresh:]
-        packed.sequences[shard, place, : one.tokens] = where
+        packed.groups[shard, place] = numbers.setdefault(int(batch.group[one.row]), len(numbers))
+        if one.prompt not in prompts:
+            prompts[one.prompt] = used, segments
+            lay(one, 0, one.prompt_tokens, segments)
+        start, prompt = prompts[one.prompt]
+        own = used - one.prompt_tokens
+        lay(one, one.prompt_tokens, one.own_tokens, prompt)
 
         told = slice(wanted, wanted + len(one.predicted))
-        packed.predict_from[shard, told] = where[one.predicted - 1]
+        before = one.predicted - 1
+        packed.predict_from[shard, told] = before + np.where(before < one.prompt_tokens, start, own)
         packed.targets[shard, told] = batch.tokens[one.row, one.predicted]
         packed.mask[shard, told] = True
         packed.segment_ids[shard, told] = place
         source[shard, told] = one.row * slots + one.predicted
-        used = new.stop
         wanted = told.stop
+
+
+def pair_count(length: int, block: int) -> int:
+    """Count the pairs of a block of queries and one of keys that is not behind it, of a line."""
+    blocks = -(-length // block)
+    return blocks * (blocks + 1) // 2
+
+
+def live_pairs(segments: np.ndarray, block: int) -> np.ndarray:
+    """Return the pairs of blocks of a line [C, 2] of which some token sees one: [n, 2]."""
+    size = len(segments) // -(-len(segments) // block)
+    used = int((segments[:, 0] >= 0).sum())
+    # Each segment lies in one piece; they are numbered in the order in which they lie.
+    starts = np.flatnonzero(np.diff(segments[:used, 0], prepend=-1))
+    stops = np.append(starts[1:], used)
+    first = starts // size
+    last = (stops - 1) // size
+    place = {int(segments[start, 0]): n for n, start in enumerate(starts)}
+    live = np.zeros((len(segments) // size,) * 2, bool)
+    for n, start in enumerate(starts):
+        own = slice(first[n], last[n] + 1)
+        prompt = place[int(segments[start, 1])]
+        live[own, own] = True
+        live[own, first[prompt] : last[prompt] + 1] = True
+    return np.argwhere(np.tril(live))

@@ -115,7 +115,7 @@ def _rewards(opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], No
         name: RewardModel(
             source,
             load_idle(source, layout, config),
-            rows=config.training.microbatch_rows,
+            rows=derived.microbatch_rows(config),
             length_bucket=config.training.length_bucket,
         )
         for name, source in zip(names[len(reward.functions) :], opened.rewards, strict=True)

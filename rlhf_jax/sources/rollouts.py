@@ -160,7 +160,7 @@ class Rollouts:
             return None
         layout = self.settings.layout
         length = self.settings.decoding.max_length
-        rows = max(1, self.scoring.microbatch_rows // layout.slices)
+        rows = max(1, self.scoring.extent.rows // layout.slices)
         place = functools.partial(decoding_weights, layout=layout)
         rewards = {
             name: dataclasses.replace(one, model=place(one.model), rows=rows, length_bucket=length)
@@ -172,7 +172,6 @@ class Rollouts:
                 {role: policy if role == "policy" else place(one) for role, one in scoring.items()},
                 temperature=self.scoring.temperature,
                 rows=rows,
-                length_bucket=self.scoring.length_bucket,
                 max_length=length,
                 rewards=rewards,
             )

@@ -22,6 +22,7 @@ import numpy as np
 
 from rlhf_jax.generation.speculative.sampling import draw
 from rlhf_jax.mesh import place_rows
+from rlhf_jax.model.attention import packed_block
 from rlhf_jax.model.columns import map_tokens
 from rlhf_jax.model.decoding import completed
 from rlhf_jax.model.packed import read_packed
@@ -82,7 +83,9 @@ class DistillationLoss:
         ends = jax.lax.stop_gradient(dataclasses.replace(model, layers=()))
         states = jax.lax.stop_gradient(hidden)
         arrays = (states, columns["hidden"], *_drawn(batch))
-        slopes, losses, alike = map_tokens(measure, ends, arrays, settings.chunk, settings.layout)
+        slopes, losses, alike = map_tokens(
+            measure, ends, arrays, settings.chunk, settings.layout, wanted=batch.mask
+        )
         total = columns["total_tokens"]
         # Linear in the states, with the loss's slopes: so that is its gradient.
         share = jnp.sum(slopes / total.astype(slopes.dtype) * hidden)
@@ -226,11 +229,9 @@ def read_by_policy(
         positions=positions,
         total_tokens=np.array(mask.sum(), np.float32),
     )
-    rows = (settings.microbatch_rows, settings.length_bucket, settings.layout.row_shards)
-    return [
-        with_hidden_states(policy, place_rows(part.batch, settings.layout), settings)
-        for part in pack(known, *rows)
-    ]
+    layout = settings.layout
+    packed = pack(known, settings.extent, packed_block(layout), layout.row_shards)
+    return [with_hidden_states(policy, place_rows(part.batch, layout), settings) for part in packed]
 
 
 @functools.partial(jax.jit, static_argnames="settings")
@@ -260,7 +261,7 @@ def share_drawn_alike(
         return _drawn_alike(scores, *drawn)
 
     arrays = (hidden, *_drawn(batch))
-    alike = map_tokens(measure, ends, arrays, settings.chunk, settings.layout)
+    alike = map_tokens(measure, ends, arrays, settings.chunk, settings.layout, wanted=batch.mask)
     return alike.sum() / batch.columns["total_tokens"]
 
 

@@ -114,7 +114,7 @@ class GroupTerms(NamedTuple):
     def per_sequence(self, x: Array) -> jax.Array:
         """Sum numbers of tokens [S, W] over each sequence: [S, R] float32."""
         tokens = jnp.where(self.batch.mask, x, 0.0)
-        return _sum_by(tokens, self.batch.segment_ids, self.batch.sequences.shape[1])
+        return _sum_by(tokens, self.batch.segment_ids, self.batch.groups.shape[1])
 
     def at_end(self, x: Array) -> jax.Array:
         """Return the numbers of tokens [S, W] at each sequence's last predicted one: [S, R]."""

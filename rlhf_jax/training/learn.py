@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from rlhf_jax.mesh import ONE_DEVICE, Layout, for_all_to_read, model_shardings
+from rlhf_jax.model.attention import packed_block
 from rlhf_jax.model.transformer import cast, stack
 from rlhf_jax.monitoring.parts import PhaseParts
 from rlhf_jax.placement.pipelined import StageTimes
@@ -126,7 +127,7 @@ def learn(
     """Train on one batch of sequences: `epochs` times `minibatches` optimizer steps.
 
     The given models are used up. A minibatch's loss is a weighted sum, so the result does not
-    depend on `microbatch_rows` or `length_bucket`. Gradients of the learners are taken one after
+    depend on `microbatch_rows`. Gradients of the learners are taken one after
     the other, or by pipelines at once where their layouts are pipelined. `observe` is called before
     each minibatch, with its micro-batches. `step` counts updates and, with the seed, orders the
     rows; a learner whose `first_update` is later leaves its model as it is.
@@ -240,10 +241,13 @@ def _minibatch(models: Models, minibatch: Sequences, learners: Learners) -> Mini
     weights = settings.aggregate(minibatch.mask, settings.max_new_tokens)
     reads = {name for one in learners.values() for name in one.loss.reads}
     known = with_shares(minibatch.reading(*reads), weights)
-    rows = (settings.microbatch_rows, settings.length_bucket)
+    block = packed_block(settings.layout)
     together = _keeps_groups(learners)
     shards = [one.settings.layout.row_shards for one in learners.values()]
-    packed = {count: pack(known, *rows, count, whole_groups=together) for count in set(shards)}
+    packed = {
+        count: pack(known, settings.extent, block, count, whole_groups=together)
+        for count in set(shards)
+    }
     return Minibatch(
         list(learners.values()),
         [models[role].weights for role in learners],

@@ -109,6 +109,8 @@ def count_stages(work: PipelineWork, kept: float) -> StageTimes:
     batch: PackedSequences = jax.tree.unflatten(work.tree, work.leaves)
     shape = (*batch.tokens.shape, work.config.width)
     given = jax.ShapeDtypeStruct(shape, work.stages[0].settings.layout.dtype)
+    # Every pair of blocks of a line counts, as if it were one long sample.
+    flops_of = functools.partial(count_flops, turns=batch.pairs.shape[1])
     depth = work.config.num_layers // count
     whole = jax.tree.map(
         lambda size: jax.ShapeDtypeStruct(size, jnp.float32),
@@ -125,12 +127,11 @@ def count_stages(work: PipelineWork, kept: float) -> StageTimes:
         needed = stage.needed(batch)
         pulled = None if stage.loss else given
         run = functools.partial(backward, stage=stage)
-        back = count_flops(run, None, part, received, needed, pulled) / 1e9
+        back = flops_of(run, None, part, received, needed, pulled) / 1e9
         if stage.loss:
             return 0.0, back
-        return count_flops(
-            functools.partial(forward, stage=stage), part, received, needed
-        ) / 1e9, back
+        run = functools.partial(forward, stage=stage)
+        return flops_of(run, part, received, needed) / 1e9, back
 
     kinds = [0, *[min(1, count - 2)] * (count - 2), count - 1]
     costs = {kind: gigaflops(work.stages[kind]) for kind in set(kinds)}

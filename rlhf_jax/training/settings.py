@@ -13,6 +13,7 @@ from rlhf_jax.inference.logprobs import CHUNK
 from rlhf_jax.losses.aggregate import AGGREGATES, token_mean_weights
 from rlhf_jax.losses.kl import KL, kl_k3
 from rlhf_jax.mesh import ONE_DEVICE, Layout
+from rlhf_jax.sequences.packing import Extent
 
 
 def aggregate_name(config: Config) -> str:
@@ -27,8 +28,9 @@ class TrainingSettings:
 
     epochs: int = 1
     minibatches: int = 1  # optimizer steps of an epoch
-    microbatch_rows: int = 8  # rows whose activations exist at one time
-    length_bucket: int = 64  # Token slots of a micro-batch are a multiple of this.
+    microbatch_rows: int = 8  # the longest rows whose activations exist at one time
+    minibatch_tokens: int = 0  # at most, each prompt once; 0 where nobody knows
+    group_tokens: int = 0  # of a group of samples at most; 0 where nobody knows
     temperature: float = 1.0
     options: Any = None  # of the algorithm, which its losses read
     clip_low: float = 0.2
@@ -49,6 +51,11 @@ class TrainingSettings:
     chunk: int = CHUNK  # tokens whose logits exist at one time
     seed: int = 0
 
+    @property
+    def extent(self) -> Extent:
+        """Return how much a minibatch has at most."""
+        return Extent(self.microbatch_rows, self.minibatch_tokens, self.group_tokens)
+
     @classmethod
     def from_config(cls, config: Config, layout: Layout, remat: bool) -> TrainingSettings:
         """Settle how a model is updated there; `remat` was settled for all that is trained."""
@@ -56,8 +63,9 @@ class TrainingSettings:
         return cls(
             epochs=training.epochs,
             minibatches=training.minibatches,
-            microbatch_rows=training.microbatch_rows,
-            length_bucket=training.length_bucket,
+            microbatch_rows=derived.microbatch_rows(config),
+            minibatch_tokens=derived.batch_tokens(config, training.minibatches),
+            group_tokens=derived.group_tokens(config),
             temperature=config.generation.temperature,
             options=algorithm_of(config).options_of(config),
             clip_low=training.clip_low,

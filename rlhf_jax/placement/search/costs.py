@@ -16,7 +16,7 @@ from rlhf_jax.config.sizes import PlannedRun, row_share
 from rlhf_jax.generation.strategy import prior
 from rlhf_jax.generation.strategy.roofline import RATES, Roofline
 from rlhf_jax.mesh import Layout
-from rlhf_jax.model.attention import QUERY_BLOCK
+from rlhf_jax.model.attention import QUERY_BLOCK, packed_block
 from rlhf_jax.placement.chips import Chip, ring_bandwidth
 from rlhf_jax.placement.search.collectives import received_bytes
 from rlhf_jax.placement.search.traffic import (
@@ -102,14 +102,16 @@ class PlacedRun:
         """Return the work of a model's forward pass over one of the micro-batches."""
         sharded = ShardedModel(model, self.run.layout, self.hardware.platform)
         traffic = forward_traffic(sharded, passes.on_device(self.run.layout))
-        return Work(forward_flops(model, *passes[1:]), traffic)
+        block = packed_block(self.run.layout)
+        return Work(forward_flops(model, *passes[1:], block=block), traffic)
 
     def gradient(self, model: ModelConfig, passes: Passes) -> Work:
         """Return the work of a model's gradient of one of the micro-batches."""
         remat = self.run.remat
         sharded = ShardedModel(model, self.run.layout, self.hardware.platform)
         traffic = gradient_traffic(sharded, passes.on_device(self.run.layout), remat=remat)
-        return Work(gradient_flops(model, *passes[1:], remat=remat), traffic)
+        block = packed_block(self.run.layout)
+        return Work(gradient_flops(model, *passes[1:], remat=remat, block=block), traffic)
 
     def passes(self, updates: int = 1) -> Passes:
         """Count the micro-batches of all samples, cut into so many updates.
@@ -120,7 +122,8 @@ class PlacedRun:
         shards = self.run.layout.row_shards
         filled = shards * min(self.run.batch_rows, math.ceil(samples / shards))
         count = updates * math.ceil(samples / updates / filled)
-        return Passes(count, filled, self.run.text_tokens, self.run.response_tokens)
+        # A line has room for as many predicted tokens.
+        return Passes(count, filled, self.run.text_tokens, self.run.text_tokens)
 
     def rounds(self) -> tuple[int, int]:
         """Count rounds, and the rows of each on a device, where slices have samples alike.
@@ -191,26 +194,35 @@ def generation_cost(placed: PlacedRun) -> CallCost:
     return CallCost("generation", prefill + decoding, rounds * sums * received, seconds)
 
 
-def forward_flops(model: ModelConfig, samples: int, tokens: int, predicted: int) -> float:
+def forward_flops(
+    model: ModelConfig, samples: int, tokens: int, predicted: int, *, block: int = QUERY_BLOCK
+) -> float:
     """Return the FLOPs of a forward pass over samples of so many tokens each."""
     of_layers, of_head = product_flops(model)
     products = tokens * of_layers + predicted * of_head
-    return samples * (products + attention_flops(model, tokens))
+    return samples * (products + attention_flops(model, tokens, block))
 
 
 def gradient_flops(
-    model: ModelConfig, samples: int, tokens: int, predicted: int, *, remat: bool
+    model: ModelConfig,
+    samples: int,
+    tokens: int,
+    predicted: int,
+    *,
+    remat: bool,
+    block: int = QUERY_BLOCK,
 ) -> float:
     """Return the FLOPs of a forward and backward pass over samples of so many tokens each.
 
-    The head is computed again, and attention; with `remat` layers but for their last product, and
-    attention once more.
+    The head is computed again, and the scores of attention, whose backward pass has five products
+    for the two of the forward pass; with `remat` layers but for their last product, and attention
+    once more.
     """
     of_layers, of_head = product_flops(model)
     down = 2 * model.num_layers * model.width * model.ffn_width
     layers = tokens * (3 * of_layers + remat * (of_layers - down))
     head = 4 * predicted * of_head
-    attention = (4 + remat) * attention_flops(model, tokens)
+    attention = (1 + remat + 5 / 2) * attention_flops(model, tokens, block)
     return samples * (layers + head + attention)
 
 
@@ -221,7 +233,7 @@ def product_flops(model: ModelConfig) -> tuple[float, float]:
     return of_layers, 2 * model.width if model.scalar_head else of_vocabulary
 
 
-def attention_flops(model: ModelConfig, tokens: int) -> float:
+def attention_flops(model: ModelConfig, tokens: int, block: int) -> float:
     """Return the FLOPs of causal attention in a sample, block by block of queries."""
-    seen = (tokens + min(tokens, QUERY_BLOCK)) / 2
+    seen = (tokens + min(tokens, block)) / 2
     return prior.work(model, itemsize=1).context_flops * tokens * seen

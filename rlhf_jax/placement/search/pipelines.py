@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from rlhf_jax.config.sizes import weight_bytes
 from rlhf_jax.mesh import AXES, FLOAT32, abstract_mesh
+from rlhf_jax.model.attention import packed_block
 from rlhf_jax.pipeline.problem import PipelineProblem
 from rlhf_jax.placement.pipelined import (
     StageTimes,
@@ -171,9 +172,10 @@ def stage_works(placed: PlacedRun, model: ModelConfig) -> StageWorks:
     forward = forward_traffic(layers, tokens).minus(forward_traffic(ends, tokens))
     backward = gradient_traffic(layers, tokens, remat=False).minus(of_ends)
 
-    of_layers = forward_flops(part, *shape, predicted=0)
-    of_gradient = gradient_flops(part, *shape, predicted=0, remat=False)
-    of_last = gradient_flops(part, *shape, predicted=passes.predicted, remat=False)
+    how = {"block": packed_block(layout)}
+    of_layers = forward_flops(part, *shape, predicted=0, **how)
+    of_gradient = gradient_flops(part, *shape, predicted=0, remat=False, **how)
+    of_last = gradient_flops(part, *shape, predicted=passes.predicted, remat=False, **how)
     return StageWorks(
         first_forward=Work(of_layers, forward.plus(embedding)),
         forward=Work(of_layers, forward),
