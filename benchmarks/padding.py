@@ -72,6 +72,7 @@ def useful(
         rows,
         tokens=prompts * asked.prompt + len(responses) * longest,
         group_tokens=asked.prompt + asked.group * longest,
+        prompt_tokens=asked.prompt,
     )
     packed = pack(batch, extent, QUERY_BLOCK, shards)
     needed = int(responses.sum()) + prompts * asked.prompt

@@ -141,18 +141,27 @@ def drawn(prompt: int, responses: np.ndarray, group: int, longest: int) -> Seque
 
 
 @pytest.mark.parametrize(
-    "prompt, longest, most",
-    [(50, 32, 1.15), (100, 100, 1.14), (150, 300, 1.1), (1000, 100, 1.2), (100, 1000, 1.15)],
+    "prompt, longest, typical, most",
+    [
+        (50, 32, 16, 1.15),
+        (100, 100, 50, 1.14),
+        (150, 300, 150, 1.1),
+        (1000, 100, 50, 1.2),
+        (100, 1000, 500, 1.1),
+        (200, 4096, 400, 1.15),  # lengths with a long tail
+    ],
 )
 @pytest.mark.parametrize("rows", [8, 64])
-def test_a_run_has_two_lengths_of_lines_and_computes_little_in_vain(rows, prompt, longest, most):
+def test_a_run_has_two_lengths_of_lines_and_computes_little_in_vain(
+    rows, prompt, longest, typical, most
+):
     """Whatever the lengths of samples, of 8 prompts with 8 each."""
-    extent = Extent(rows, 8 * prompt + 64 * longest, prompt + 8 * longest)
+    extent = Extent(rows, 8 * prompt + 64 * longest, prompt + 8 * longest, prompt)
     lengths = set()
     shares = []
     for seed in range(10):
         random = np.random.default_rng(seed)
-        responses = np.minimum(longest, np.exp(random.normal(np.log(longest / 2), 0.7, 64)) + 1)
+        responses = np.minimum(longest, np.exp(random.normal(np.log(typical), 0.7, 64)) + 1)
         batch = drawn(prompt, responses.astype(int), 8, longest)
         packed = pack(batch, extent, 128, row_shards=1)
         lengths |= {part.batch.tokens.shape[1] for part in packed}

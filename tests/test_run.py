@@ -117,12 +117,24 @@ def test_an_earlier_run_is_kept(arguments, tmp_path, one_device):
 
 
 @pytest.mark.parametrize(
-    "method", [{}, pytest.param(PPO, marks=pytest.mark.slow)], ids=["grpo", "ppo"]
+    "method",
+    [
+        pytest.param({}, id="grpo"),
+        *(
+            pytest.param(method, marks=pytest.mark.slow, id=name)
+            for name, method in {
+                "ppo": PPO,
+                "lag": {"training__lag": 1},
+                "top k": {"generation__top_k": 20},
+                "resample": {"generation__resample": 2, "training__drop_overlong": True},
+            }.items()
+        ),
+    ],
 )
 def test_nothing_is_compiled_after_warm_up(
     method, arguments, one_device, monkeypatch, compilations
 ):
-    """Ten steps; what the first two compile is all, where a bucket holds any micro-batch."""
+    """Ten steps; what the first two compile is all, whatever the lengths of samples."""
     seen_after = []
     real = iteration.step
     with compilations() as seen:

@@ -53,6 +53,7 @@ class ScoringSettings:
                 derived.microbatch_rows(config),
                 derived.batch_tokens(config),
                 derived.group_tokens(config),
+                config.data.max_prompt_tokens,
             ),
         )
 

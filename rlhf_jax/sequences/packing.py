@@ -22,6 +22,9 @@ from rlhf_jax.types import Array
 LONG = 3
 SHORT = 16
 GROUPS = 8  # A short line has room for a whole group, where there are at least so many.
+# It is as long as the longest sample, where that is so many prompts long: few are as long, so finer
+# lines save more than prompts that are read again cost.
+PROMPTS = 8
 PARTS = 8  # Blocks of a line are alike, and shorter by whole eighths where its length wants it.
 
 
@@ -35,6 +38,7 @@ class Extent:
     rows: int  # the longest sequences that a micro-batch has room for
     tokens: int = 0  # at most in all, each prompt once; 0 where nobody knows
     group_tokens: int = 0  # of a group at most, its prompt once; 0 where there are no groups
+    prompt_tokens: int = 0  # of a prompt at most; 0 where nobody knows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,8 +131,10 @@ def line_lengths(
     most = rows_of_shard(extent.rows, row_shards) * longest
     expected = (extent.tokens or most * LONG * row_shards) // row_shards
     most = _whole_blocks(max(least, min(most, expected // LONG)), block)
-    group = extent.group_tokens if extent.group_tokens * GROUPS <= expected else 0
-    short = _whole_blocks(max(least, group, expected // SHORT), block)
+    if not 0 < extent.prompt_tokens * PROMPTS <= longest:
+        group = extent.group_tokens if extent.group_tokens * GROUPS <= expected else 0
+        least = max(least, group, expected // SHORT)
+    short = _whole_blocks(least, block)
     return (short, most) if short < most else (most,)
 
 

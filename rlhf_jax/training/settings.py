@@ -31,6 +31,7 @@ class TrainingSettings:
     microbatch_rows: int = 8  # the longest rows whose activations exist at one time
     minibatch_tokens: int = 0  # at most, each prompt once; 0 where nobody knows
     group_tokens: int = 0  # of a group of samples at most; 0 where nobody knows
+    prompt_tokens: int = 0  # of a prompt at most; 0 where nobody knows
     temperature: float = 1.0
     options: Any = None  # of the algorithm, which its losses read
     clip_low: float = 0.2
@@ -54,7 +55,9 @@ class TrainingSettings:
     @property
     def extent(self) -> Extent:
         """Return how much a minibatch has at most."""
-        return Extent(self.microbatch_rows, self.minibatch_tokens, self.group_tokens)
+        return Extent(
+            self.microbatch_rows, self.minibatch_tokens, self.group_tokens, self.prompt_tokens
+        )
 
     @classmethod
     def from_config(cls, config: Config, layout: Layout, remat: bool) -> TrainingSettings:
@@ -66,6 +69,7 @@ class TrainingSettings:
             microbatch_rows=derived.microbatch_rows(config),
             minibatch_tokens=derived.batch_tokens(config, training.minibatches),
             group_tokens=derived.group_tokens(config),
+            prompt_tokens=config.data.max_prompt_tokens,
             temperature=config.generation.temperature,
             options=algorithm_of(config).options_of(config),
             clip_low=training.clip_low,
