@@ -124,17 +124,18 @@ def test_an_earlier_run_is_kept(arguments, tmp_path, one_device):
             pytest.param(method, marks=pytest.mark.slow, id=name)
             for name, method in {
                 "ppo": PPO,
-                "lag": {"training__lag": 1},
+                "lag": {"training__lag": 1, "plan": "disaggregated", "mesh__data": -1},
                 "top k": {"generation__top_k": 20},
                 "resample": {"generation__resample": 2, "training__drop_overlong": True},
             }.items()
         ),
     ],
 )
-def test_nothing_is_compiled_after_warm_up(
-    method, arguments, one_device, monkeypatch, compilations
-):
+def test_nothing_is_compiled_after_warm_up(method, arguments, monkeypatch, compilations):
     """Ten steps; what the first two compile is all, whatever the lengths of samples."""
+    devices = jax.devices()[: 2 if "plan" in method else 1]
+    monkeypatch.setattr(jax, "devices", lambda *_: devices)
+    monkeypatch.setattr(jax, "device_count", lambda: len(devices))
     seen_after = []
     real = iteration.step
     with compilations() as seen:

@@ -15,8 +15,11 @@ LARGEST_LOG_RATIO = 20.0
 
 
 def bounded(log_ratio: Array) -> Array:
-    """Compute clip(x, -20, 20) of log-ratios of any shape, for `exp` alone: 0 stays exactly 0."""
-    return jnp.clip(log_ratio, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    """Compute clip(x, -20, 20) of log-ratios of any shape, for `exp` alone: 0 stays exactly 0.
+
+    Of an array on the host it is one on the host.
+    """
+    return log_ratio.clip(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
 
 def kl_k1(logprobs: Array, reference_logprobs: Array) -> Array:

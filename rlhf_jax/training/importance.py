@@ -18,7 +18,7 @@ def importance_weights(logprobs: Array, sampled: Array, mask: Array, clip: float
     token by token as in IMPALA, Espeholt et al. 2018, eq. 1.)
     """
     log_ratio = np.where(mask, np.asarray(logprobs) - np.asarray(sampled), 0.0)
-    return np.minimum(np.exp(np.asarray(bounded(log_ratio))), clip).astype(np.float32)
+    return np.minimum(np.exp(bounded(log_ratio)), clip).astype(np.float32)
 
 
 def weigh_advantages(batch: Sequences, clip: float) -> tuple[Sequences, dict[str, float]]:
