@@ -13,7 +13,8 @@ def ended(pid: int, patience: float = 10.0) -> bool:
         state = subprocess.run(
             ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False
         ).stdout
-        if not state.strip() or state.startswith("Z"):
+        # with "l" some of its threads still end, and its files are open until they have
+        if not state.strip() or (state.startswith("Z") and "l" not in state):
             return True
         time.sleep(0.02)
     return False
