@@ -14,6 +14,7 @@ from __future__ import annotations
 import jax
 
 from rlhf_jax.config import command_line, validation
+from rlhf_jax.config.memory_parts import FEWER_ROWS
 from rlhf_jax.config.schema import Config
 from rlhf_jax.runtime import distributed, joining
 from rlhf_jax.runtime.files import SHIPPED
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> int:
         said = str(error)
         if of_device:
             reason = said.splitlines()[0].rstrip(".")
-            change = "lower training.microbatch_rows or generation.max_rows"
+            change = f"{FEWER_ROWS}, or generation.max_rows"
             said = f"the device failed ({reason}); if its memory is full, {change}."
             if distributed.started() and "RESOURCE_EXHAUSTED" not in reason:
                 guard().await_verdict()

@@ -217,7 +217,7 @@ def bubble_warnings(pipelines: Iterable[tuple[str, int, int]]) -> list[str]:
     return [
         f"{call} has {count} micro-batch{'es' * (count > 1)} in a minibatch for {stages} stages, so"
         f" alone it idles for {(stages - 1) / (count + stages - 1):.0%} of its time: lower"
-        " training.microbatch_rows or training.minibatches."
+        " training.microbatch_rows or microbatch_tokens, or training.minibatches."
         for call, count, stages in pipelines
         if count < stages
     ]

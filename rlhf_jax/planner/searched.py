@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from rlhf_jax.config import validation
 from rlhf_jax.config.generation_checks import check_lag
+from rlhf_jax.config.memory_parts import FEWER_ROWS
 from rlhf_jax.config.schema import Config
 from rlhf_jax.placement.chips import Efficiency
 from rlhf_jax.placement.pipelined import is_pipelined
@@ -143,10 +144,7 @@ def no_plan(hardware: object, lag: int) -> str:
             f"No plan of {hardware} gives generation devices of its own and fits; name more"
             " devices, or set the lag to 0."
         )
-    return (
-        f"No plan fits {hardware}; lower training.microbatch_rows or generation.max_rows, or"
-        " name more devices."
-    )
+    return f"No plan fits {hardware}; {FEWER_ROWS}, or generation.max_rows, or name more devices."
 
 
 def compare(prices: PlanPrices, asked: str, own: Plan) -> tuple[list[PricedPlan], dict[str, str]]:

@@ -127,9 +127,9 @@ def learn(
     """Train on one batch of sequences: `epochs` times `minibatches` optimizer steps.
 
     The given models are used up. A minibatch's loss is a weighted sum, so the result does not
-    depend on `microbatch_rows`. Gradients of the learners are taken one after
-    the other, or by pipelines at once where their layouts are pipelined. `observe` is called before
-    each minibatch, with its micro-batches. `step` counts updates and, with the seed, orders the
+    depend on `microbatch_rows`. Gradients of the learners are taken one after the other, or by
+    pipelines at once where their layouts are pipelined. `observe` is called before each minibatch,
+    with its micro-batches. `step` counts updates and, with the seed, orders the
     rows; a learner whose `first_update` is later leaves its model as it is.
 
     A minibatch of which a number is not finite, any model's, is skipped: none takes a step.
