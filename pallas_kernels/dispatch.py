@@ -11,15 +11,17 @@ from typing import Protocol
 from pallas_kernels import measured
 from pallas_kernels.shapes import Shape
 
-# The function of each kernel, in each of its files: reference.py, tpu.py, gpu.py.
+# The function of each kernel, in each of its files: reference.py, tpu.py, gpu.py, cpu.py.
 FUNCTIONS = {
     "tree_attention": "tree_attention",
     "verify_head": "verify_head",
     "commit": "commit",
     "logprobs": "token_logprobs",
 }
-# Each of these platforms has all of the kernels.
+# Each of these platforms has all of the kernels in Pallas.
 PLATFORMS = "tpu", "gpu"
+# On a CPU this one has a form of its own in plain JAX, at worst as fast as the reference.
+ON_CPU = "tree_attention"
 # The GPU kernels use the matrix instructions of this major compute capability.
 HOPPER = 9
 # A configuration may ask for one of these, kernel by kernel.
@@ -51,6 +53,11 @@ class Kernels:
     verify_head: str = "reference"
     commit: str = "reference"
     logprobs: str = "reference"
+
+    @property
+    def tiled(self) -> bool:
+        """Say whether one of them wants a cache of whole tiles."""
+        return not {*dataclasses.astuple(self)} <= {"reference", "cpu"}
 
 
 REFERENCE = Kernels()
@@ -85,6 +92,9 @@ def choose(
                 )
             name = device.platform
             why = "asked for"
+        elif device.platform == "cpu" and kernel == ON_CPU:
+            name = "cpu"
+            why = "of a long cache it reads the blocks that hold tokens"
         elif lacking:
             why = lacking
         elif timed is None:
@@ -98,6 +108,12 @@ def choose(
         names[kernel] = name
         reasons[kernel] = f"{name}: {why}"
     return Kernels(**names), reasons
+
+
+def names(kernel: str, platform: str) -> set[str]:
+    """Return the implementations of a kernel that run on a platform."""
+    own = {platform} if platform in PLATFORMS or kernel == ON_CPU else set()
+    return {"reference", "interpret", *own}
 
 
 def _lacking(kernel: str, device: Device, itemsize: int, models: Sequence[Shape]) -> str | None:

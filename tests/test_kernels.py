@@ -72,7 +72,10 @@ def asked(how: str) -> dict[str, str]:
 
 
 def test_without_a_measurement_the_reference_runs_and_says_so():
-    for device in (CPU, H100, V5P):
+    chosen, why = choose(asked("auto"), CPU, 4, MODELS)
+    assert chosen == Kernels(tree_attention="cpu") and not chosen.tiled
+    assert why["tree_attention"].startswith("cpu: of a long cache")
+    for device in (H100, V5P):
         chosen, why = choose(asked("auto"), device, 2, MODELS)
         assert chosen == REFERENCE
         assert why.keys() == set(KERNELS) and all(

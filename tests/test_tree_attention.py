@@ -19,7 +19,7 @@ from kernel_cases import by_name, each_by_type, few, on_gpu, reduced
 
 from benchmarks.shapes import NODES, ROWS, SHAPES, SLOTS
 from pallas_kernels.shapes import Shape
-from pallas_kernels.tree_attention import gpu, reference, tpu
+from pallas_kernels.tree_attention import cpu, gpu, reference, tpu
 from rlhf_jax.model.attention import cached
 
 SLOTS_HERE = 300  # no multiple of a block
@@ -41,6 +41,7 @@ IMPLEMENTATIONS = {
         functools.partial(tpu.attend, cut=tpu.Cut(128, splits=1), interpret=True)
     ),
     "gpu": Implementation(on_gpu(gpu.tree_attention)),
+    "cpu": Implementation(cpu.over_live_blocks, poison=1e30),
 }
 
 
@@ -140,6 +141,17 @@ def test_reference_is_what_the_model_computes_today():
     want, window = cached(query, key, value, ((cache_k, cache_v), None), length=length, mask=mask)
     got = reference.tree_attention(query, cache_k, cache_v, *window, length, mask)
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
+def test_on_a_cpu_a_long_cache_is_read_whole_where_most_of_it_holds_tokens():
+    """Full rows give the reference's bits, short ones the loop's; a short cache has one way."""
+    shape = reduced(SHAPES["smollm2_135m"])
+    attend = jax.jit(cpu.tree_attention)
+    for lengths, same in (([900, 1000], reference.tree_attention), ([200, 9], cpu.over_live_blocks)):
+        arguments = inputs(shape, lengths, 3, 1000, jnp.float32)
+        np.testing.assert_array_equal(attend(*arguments), jax.jit(same)(*arguments))
+    ways = [jax.make_jaxpr(attend)(*inputs(shape, [9], 1, slots, jnp.float32)) for slots in (767, 768)]
+    assert ["cond" in str(way) for way in ways] == [False, True]
 
 
 def test_tpu_splits_the_long_context_of_a_single_row():

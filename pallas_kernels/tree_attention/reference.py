@@ -32,8 +32,7 @@ def tree_attention(
     batch, count, heads, dim = query.shape
     groups = cache_k.shape[1]
     slots = cache_k.shape[3]
-    grouped = query.reshape(batch, count, groups, heads // groups, dim).transpose(0, 2, 3, 1, 4)
-    grouped = grouped.reshape(batch, groups, -1, dim)  # [B, G, H/G * Q, D]
+    grouped = by_group(query, groups)
     live = jnp.arange(slots, dtype=jnp.int32)[None, :] < length[:, None]
     seen = jnp.concatenate([jnp.broadcast_to(live[:, None], (batch, count, slots)), mask], axis=-1)
     seen = jnp.tile(seen[:, None], (1, 1, heads // groups, 1))
@@ -48,5 +47,19 @@ def tree_attention(
     weights = weights.astype(cache_v.dtype)
 
     out = weights[..., :slots] @ cache_v + weights[..., slots:] @ window_v
+    return by_token(out, query.shape).astype(query.dtype)
+
+
+def by_group(query: Array, groups: int) -> Array:
+    """Lay queries [B, Q, H, D] that read the same keys side by side: [B, G, H/G * Q, D]."""
+    batch, count, heads, dim = query.shape
+    grouped = query.reshape(batch, count, groups, heads // groups, dim).transpose(0, 2, 3, 1, 4)
+    return grouped.reshape(batch, groups, -1, dim)
+
+
+def by_token(out: Array, shape: tuple[int, ...]) -> Array:
+    """Lay what `by_group` laid out back as [B, Q, H, D]."""
+    batch, count, heads, dim = shape
+    groups = out.shape[1]
     out = out.reshape(batch, groups, heads // groups, count, dim).transpose(0, 3, 1, 2, 4)
-    return out.reshape(batch, count, heads, dim).astype(query.dtype)
+    return out.reshape(shape)

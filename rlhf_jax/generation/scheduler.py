@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from pallas_kernels.dispatch import REFERENCE
 from pallas_kernels.shapes import LANES
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation import rows as row_verbs
@@ -137,7 +136,7 @@ def cache_slots(longest: int, strategies: Iterable[Strategy], layout: Layout) ->
     slots = longest + max(
         model_drafter.CATCH_UP_TOKENS, *(trees.bucket(strategy) + 1 for strategy in strategies)
     )
-    return slots if layout.kernels == REFERENCE else -(-slots // LANES) * LANES
+    return -(-slots // LANES) * LANES if layout.kernels.tiled else slots
 
 
 def prompt_width(longest: int, slots: int) -> int:

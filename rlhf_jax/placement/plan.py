@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
+from pallas_kernels import dispatch
 from pallas_kernels.dispatch import REFERENCE, Kernels
 from rlhf_jax.mesh import AXES, AXIS_TYPES, Layout, abstract_mesh, make_mesh
 from rlhf_jax.placement.chips import is_box
@@ -232,7 +233,7 @@ def check_kernels(plan: Plan, source: str, platform: str) -> None:
     """Raise ValueError where a plan names kernels that are not the platform's."""
     for call, placed in plan.placements.items():
         for kernel, name in dataclasses.asdict(placed.kernels).items():
-            if name not in ("reference", "interpret", platform):
+            if name not in dispatch.names(kernel, platform):
                 raise ValueError(
                     f"{source} has {kernel} {name!r:.40} for {call}, and here is a {platform}; give"
                     " 'reference' or leave kernels out."
