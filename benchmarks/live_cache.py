@@ -82,7 +82,9 @@ def measure(asked: argparse.Namespace) -> Iterator[dict]:
             "drafts": asked.drafts,
             "live": round(float(lengths(asked, share).mean()) / asked.slots, 3),
             "ratio": round(statistics.median(theirs / ours for theirs, ours in turns), 3),
-            "seconds": {name: round(statistics.median(each[1:]), 4) for name, each in times.items()},
+            "seconds": {
+                name: round(statistics.median(each[1:]), 4) for name, each in times.items()
+            },
             "compile_seconds": compiling,
             "device": jax.devices()[0].device_kind,
             "jax": jax.__version__,

@@ -209,7 +209,7 @@ class DecodeState:
     done: jax.Array  # [B] bool, whether the sample has ended; also true for empty rows.
     key: jax.Array  # [B, 2] uint32, (seed, sample id): the key of the row's noise.
     temperature: jax.Array  # [B] float32, that the row's tokens are drawn at; 0: the argmax.
-    history: jax.Array  # [B, E] int32, earlier roll-outs of the same prompt, -1 between and after.
+    history: jax.Array  # [B, E] int32, earlier roll-outs that lookup reads, -1 between and after.
     # [B, T or 0] int32, the text that the same noise gave before, by position, -1 where there is
     # none.
     earlier: jax.Array

@@ -8,6 +8,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec
@@ -16,10 +17,15 @@ from test_pod import Target, micro_batch
 
 from rlhf_jax.algorithms.grpo import POLICY_LOSS
 from rlhf_jax.config import default
+from rlhf_jax.inference.scoring import score_packed
 from rlhf_jax.mesh import ONE_DEVICE, make_mesh
 from rlhf_jax.model import transformer
+from rlhf_jax.model.attention import packed_block
 from rlhf_jax.model.flops import count_flops
+from rlhf_jax.model.packed import padding_flops
 from rlhf_jax.planner.shapes import pairs_of_texts
+from rlhf_jax.sequences.batch import Sequences
+from rlhf_jax.sequences.packing import Extent, pack
 from rlhf_jax.training.gradients import accumulate
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import ModelConfig, ModelConfigs
@@ -133,6 +139,52 @@ def test_each_device_of_a_mesh_counts():
     )
     assert count_flops(by_rows, SQUARE, SQUARE) == PRODUCT
     assert count_flops(repeated, SQUARE, SQUARE) == 8 * PRODUCT
+
+
+def test_padding_is_counted_in_products_of_a_forward_pass():
+    """Of prompts that are needed once, pairs of tokens that see each other, and predicted ones."""
+    random = np.random.default_rng(0)
+    prompts, responses = [40, 40, 40, 25], [70, 9, 300, 130]
+    batch = sequences_of(prompts, responses, random)
+    packed = pack(batch, Extent(1), packed_block(ONE_DEVICE), row_shards=1)
+    assert len(packed) > 1
+    of_layers = 2 * weights_of_layers(TWO_LAYERS)
+    of_head = 2 * TWO_LAYERS.width * TWO_LAYERS.vocab_size
+    own = [answer - 1 for answer in responses]  # the last token is predicted, and not read
+    pairs = sum(n * prompt + n * (n + 1) // 2 for n, prompt in zip(own, prompts, strict=True))
+    pairs += 40 * 41 // 2 + 25 * 26 // 2
+    by_hand = of_layers * (sum(own) + 40 + 25) + of_head * sum(responses)
+    by_hand += attention(TWO_LAYERS, 1, 1) * pairs
+
+    def computed(part) -> int:
+        """As the program says: a head of whole blocks, of which the CPU leaves out those without
+        predicted tokens.
+        """
+        run = functools.partial(score_packed.__wrapped__, temperature=1.0, chunk=64)
+        turns = int((part.batch.pairs[..., 0] >= 0).sum())
+        flops = count_flops(run, shapes(TWO_LAYERS), part.batch, turns=turns)
+        length = part.batch.tokens.shape[1]
+        blocks = -(-length // 64)
+        size = -(-length // blocks)
+        skipped = sum(
+            not part.batch.mask[0, n * size : (n + 1) * size].any() for n in range(blocks)
+        )
+        return flops - of_head * skipped * size
+
+    share = padding_flops(packed, TWO_LAYERS, ONE_DEVICE, chunk=64)
+    assert share == pytest.approx(1 - by_hand / sum(map(computed, packed)), abs=1e-4)
+    assert 0.05 < share < 0.6
+
+
+def sequences_of(prompts, responses, random) -> Sequences:
+    """Samples of these lengths; prompts of one length are one prompt."""
+    slots = max(map(sum, zip(prompts, responses, strict=True)))
+    tokens = random.integers(0, TWO_LAYERS.vocab_size, (len(prompts), slots)).astype(np.int32)
+    mask = np.zeros(tokens.shape, bool)
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        tokens[row, :prompt] = prompt
+        mask[row, prompt : prompt + response] = True
+    return Sequences(tokens, mask, np.array(prompts, np.int32))
 
 
 def test_a_gradient_of_8b_is_counted_in_about_a_second():

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import types
 from pathlib import Path
 
 import jax
@@ -15,8 +16,15 @@ from scipy import stats
 from tiny_stage import requests
 
 from rlhf_jax.generation import rows as row_verbs
+from rlhf_jax.generation import scheduler
 from rlhf_jax.generation.engine import generate
-from rlhf_jax.generation.requests import GenerationConfig, Request, StopStrings, as_sequences
+from rlhf_jax.generation.requests import (
+    GenerationConfig,
+    Request,
+    Sample,
+    StopStrings,
+    as_sequences,
+)
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.drafters import model as model_drafter
 from rlhf_jax.generation.speculative.drafters.lookup import LOOKUP
@@ -95,6 +103,41 @@ def assert_equal(target, ours, theirs, how: GenerationConfig, eps: float = 1e-3)
         )
         ties += 1
     assert ties <= sum(len(s.tokens) for s in theirs.values()) // 10_000
+
+
+@pytest.mark.parametrize("rule", ["replayable", "rejection"])
+def test_lookup_reads_the_latest_answers_to_other_prompts(target, rule):
+    """A text that others are given is drafted from, but after what its own prompt was answered."""
+    how = decoding("lookup-chain-4", sampling=Sampling(0.0), acceptance=rule)
+    prompt = np.array([9, 4, 11, 3], np.int32)
+
+    def rounds(**texts) -> Sample:
+        (sample,) = generate(target, None, [Request(prompt, (50,), 40, **texts)], how)
+        return sample
+
+    alone = rounds()
+    text = np.array(alone.tokens, np.int32)
+    other = rounds(others=(text[:0], text))
+    assert other.tokens == alone.tokens
+    assert other.rounds < alone.rounds and other.accepted > alone.accepted
+    assert not other.seen_prompt
+
+    batch = types.SimpleNamespace(ended_texts={1: np.array([6]), 50: np.array([7])})
+    own = Sample(50, Request(prompt, (50,), 40, others=(np.array([5]),)), [np.array([8, 8])])
+    for size, wanted in ((8, [5, -1, 6, -1, 8, 8, -1, -1]), (4, [-1, 8, 8, -1]), (2, [8, -1])):
+        assert scheduler.known_texts(batch, own, size).tolist() == wanted
+
+
+def test_samples_that_begin_later_read_what_has_ended_here(target):
+    """Of each prompt the latest text, and as many tokens as lookup keeps."""
+    kept: dict[int, np.ndarray] = {}
+    for request, tokens in ((1, 3), (2, 4), (1, 5), (3, 2), (4, 9)):
+        scheduler.keep_latest(kept, request, np.full(tokens, request), size=11)
+    assert {name: len(text) for name, text in kept.items()} == {3: 2, 4: 9}
+    how = decoding("lookup-chain-4", sampling=Sampling(0.0), max_rows=1)
+    wanted = [Request(np.array([9, 4, 11, 3], np.int32), (i,), 40) for i in range(2)]
+    earlier, later = generate(target, None, wanted, how)
+    assert later.tokens == earlier.tokens and later.rounds < earlier.rounds
 
 
 @pytest.fixture(scope="module")

@@ -115,6 +115,23 @@ def test_a_checkpoint_holds_digests_of_prompts_and_texts_in_a_row():
     assert kept["prompts"][1].tobytes() == own
 
 
+def test_the_latest_answers_to_other_prompts_are_as_many_as_fit():
+    """One of each prompt, the last that was answered last, after a checkpoint, too."""
+    history = History(9)
+    texts = {1: [1] * 4, 2: [2] * 5, 3: [3] * 2, 4: [4] * 3}
+    history.add(finished(prompt_of(one), 10 + one, text) for one, text in texts.items())
+    history.add([finished(prompt_of(2), 20, [5])])  # it is the latest now, and its text another
+    resumed = History(9)
+    resumed.restore(history.state())
+    for known in (history, resumed):
+        for prompt, wanted in ((9, [3, 4, 5]), (2, [1, 3, 4]), (4, [1, 3, 5])):
+            found = known.of_others(prompt_of(prompt))
+            assert [text[0] for text in found] == wanted, prompt
+    (asked,) = requests([prompt_of(9)], 1, 7, 50, history, RULES["replayable"])
+    assert [text.tolist() for text in asked.others] == [[3, 3], [4, 4, 4], [5]]
+    assert not History(0).of_others(prompt_of(1)) and not asked.history
+
+
 def test_a_history_that_keeps_nothing_still_knows_the_ids():
     full = History(9)
     full.add([finished(prompt_of(1), 40, [1, 2])])

@@ -147,10 +147,15 @@ def test_on_a_cpu_a_long_cache_is_read_whole_where_most_of_it_holds_tokens():
     """Full rows give the reference's bits, short ones the loop's; a short cache has one way."""
     shape = reduced(SHAPES["smollm2_135m"])
     attend = jax.jit(cpu.tree_attention)
-    for lengths, same in (([900, 1000], reference.tree_attention), ([200, 9], cpu.over_live_blocks)):
+    for lengths, same in (
+        ([900, 1000], reference.tree_attention),
+        ([200, 9], cpu.over_live_blocks),
+    ):
         arguments = inputs(shape, lengths, 3, 1000, jnp.float32)
         np.testing.assert_array_equal(attend(*arguments), jax.jit(same)(*arguments))
-    ways = [jax.make_jaxpr(attend)(*inputs(shape, [9], 1, slots, jnp.float32)) for slots in (767, 768)]
+    ways = [
+        jax.make_jaxpr(attend)(*inputs(shape, [9], 1, slots, jnp.float32)) for slots in (767, 768)
+    ]
     assert ["cond" in str(way) for way in ways] == [False, True]
 
 

@@ -190,8 +190,9 @@ DEFAULTS: dict[str, Any] = {
         "reallocate": True,
         # slices with nothing left to decode score what is finished, with weights of their own
         "fuse_inference": False,
-        # tokens of earlier roll-outs of the same prompt that lookup drafts from; of all prompts 8
-        # million are kept, and those that were answered longest ago are forgotten
+        # tokens of earlier roll-outs that lookup drafts from, of the same prompt and, where these
+        # leave room, the latest of others; of all prompts 8 million are kept, and those that were
+        # answered longest ago are forgotten
         "history_tokens": 256,
         # samples of a prompt that repeat an earlier noise: they replay its text, but are no fresh
         # draws (the weights were fitted to that noise) and explore less

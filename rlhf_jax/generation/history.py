@@ -37,6 +37,23 @@ class History:
         """Return earlier responses to `prompt` by sample id, the latest last."""
         return dict(self._texts.get(_digest(prompt), ()))
 
+    def of_others(self, prompt: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Return the latest response to each prompt that was answered last, `prompt` left out.
+
+        They are of up to `size` tokens, the last of them included, and the latest is last. Answers
+        of one kind share what they are written in, such as the keys of JSON.
+        """
+        own = _digest(prompt)
+        found = []
+        tokens = 0
+        for other, texts in reversed(self._texts.items()):
+            if tokens >= self._size:
+                break
+            if other != own:
+                found.append(texts[-1][1])
+                tokens += len(texts[-1][1]) + 1
+        return tuple(reversed(found))
+
     def add(self, samples: Iterable[Sample]) -> None:
         """Remember finished samples, of an id the latest text, and forget what no longer fits."""
         for sample in samples:
@@ -140,6 +157,13 @@ def requests(
         fresh = range(first + len(again), first + samples_per_prompt)
         ids = (*again, *fresh)
         asked.append(
-            Request(prompt, ids, max_new_tokens, history=tuple(texts.values()), earlier=texts)
+            Request(
+                prompt,
+                ids,
+                max_new_tokens,
+                history=tuple(texts.values()),
+                earlier=texts,
+                others=history.of_others(prompt),
+            )
         )
     return asked

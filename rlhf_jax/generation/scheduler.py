@@ -94,6 +94,8 @@ class SliceBatch:
     # What `siblings` found, and for which rows.
     siblings: np.ndarray | None = None
     siblings_of: list[Sample | None] = dataclasses.field(default_factory=list)
+    # The latest text that ended here of each request, the last one last.
+    ended_texts: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
     # Results of other work that the slice was given; they are ready when it is done.
     idle_work: list[Array] = dataclasses.field(default_factory=list)
 
@@ -272,7 +274,7 @@ def _admit(
         limit[i] = sample.limit
         key[i] = (decoding.seed, sample.sample_id)
         temperature[i] = decoding.temperature_of(sample.request)
-        history[i] = _join_texts(sample.texts, decoding.history)
+        history[i] = known_texts(batch, sample, decoding.history)
         text = sample.request.earlier.get(sample.sample_id)
         if text is not None and earlier_slots:
             aligned = np.concatenate([sample.prompt, text])[:earlier_slots]
@@ -286,10 +288,14 @@ def _admit(
     batch.state = row_verbs.admit(batch.state, prefix, admission, layout=batch.layout)
 
 
-def _join_texts(texts: Sequence[np.ndarray], size: int) -> np.ndarray:
-    """Return [size] int32: the latest texts that fit, -1 after each and in what is left over."""
+def known_texts(batch: SliceBatch, sample: Sample, size: int) -> np.ndarray:
+    """Return [size] int32: what lookup reads for a sample, -1 after each text and where it ends.
+
+    As much as fits of the texts of its own prompt, the latest last; before them of others.
+    """
+    others = [text for request, text in batch.ended_texts.items() if request != sample.request.id]
     joined = np.full(size, -1, np.int32)
-    separated = [np.append(text, -1) for text in texts]
+    separated = [np.append(text, -1) for text in (*sample.request.others, *others, *sample.texts)]
     flat = np.concatenate([np.zeros(0, np.int32), *separated])
     kept = flat[max(0, len(flat) - size) :]
     joined[: len(kept)] = kept
@@ -322,7 +328,9 @@ def release_finished(
     samples: Mapping[int, Sample],
     decoding: GenerationConfig,
 ) -> None:
-    """Free the rows of samples that ended, and let lookups of their siblings read their texts.
+    """Free the rows of samples that ended, and let lookups read their texts.
+
+    Siblings read them from now on, and other prompts' samples if they begin later.
 
     samples: all of the call, by sample id.
     """
@@ -335,6 +343,8 @@ def release_finished(
         return
     for sample in ended:
         text = np.array(sample.tokens, np.int32)
+        for batch in slices:
+            keep_latest(batch.ended_texts, sample.request.id, text, size=decoding.history)
         for sibling in map(samples.__getitem__, sample.request.sample_ids):
             if not sibling.done:
                 sibling.texts.append(text)
@@ -351,8 +361,16 @@ def release_finished(
             history = np.full((ADMITTED, decoding.history), -1, np.int32)
             for i, (place, sibling) in enumerate(siblings[start : start + ADMITTED]):
                 row[i] = place
-                history[i] = _join_texts(sibling.texts, decoding.history)
+                history[i] = known_texts(batch, sibling, decoding.history)
             batch.state = row_verbs.remember(batch.state, row, history, layout=batch.layout)
+
+
+def keep_latest(texts: dict[int, np.ndarray], request: int, text: np.ndarray, size: int) -> None:
+    """Keep the text as its request's latest, and of others as many as `size` tokens reach."""
+    texts.pop(request, None)
+    texts[request] = text
+    while sum(map(len, texts.values())) - len(next(iter(texts.values()))) >= size:
+        del texts[next(iter(texts))]
 
 
 def siblings(batch: SliceBatch, decoding: GenerationConfig) -> np.ndarray:

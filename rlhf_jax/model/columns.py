@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -23,16 +24,20 @@ def split_columns(arrays: ArrayTree, tokens_at_a_time: int) -> ArrayTree:
     Blocks are alike and have at most `tokens_at_a_time` tokens, but at least one column. After the
     last column stand zeros, which a mask among the arrays reads as False.
     """
-    rows, slots = jax.tree.leaves(arrays)[0].shape[:2]
-    count = -(-slots // max(1, min(tokens_at_a_time // rows, slots)))
-    columns = -(-slots // count)
+    count, columns = _blocks(*jax.tree.leaves(arrays)[0].shape[:2], tokens_at_a_time)
 
     def split(leaf: Array) -> jax.Array:
-        padding = [(0, 0), (0, count * columns - slots)] + [(0, 0)] * (leaf.ndim - 2)
-        blocks = jnp.pad(leaf, padding).reshape(rows, count, columns, *leaf.shape[2:])
+        padding = [(0, 0), (0, count * columns - leaf.shape[1])] + [(0, 0)] * (leaf.ndim - 2)
+        blocks = jnp.pad(leaf, padding).reshape(len(leaf), count, columns, *leaf.shape[2:])
         return jnp.moveaxis(blocks, 1, 0)
 
     return jax.tree.map(split, arrays)
+
+
+def _blocks(rows: int, slots: int, tokens_at_a_time: int) -> tuple[int, int]:
+    """Return how many blocks of columns there are, and how many columns each has."""
+    count = -(-slots // max(1, min(tokens_at_a_time // rows, slots)))
+    return count, -(-slots // count)
 
 
 def join_columns(blocks: ArrayTree, slots: int) -> ArrayTree:
@@ -91,6 +96,16 @@ def map_tokens(
         out = jax.lax.map(jax.checkpoint(of_wanted), (blocks, each.any(axis=(1, 2))))
     joined = join_columns(out, rows * slots // shards)
     return jax.tree.map(lambda leaf: leaf.reshape(rows, slots, *leaf.shape[2:]), joined)
+
+
+def count_mapped(wanted: np.ndarray, chunk: int, layout: Layout) -> int:
+    """Count the tokens that `map_tokens` computes of those that are `wanted` [B, T]."""
+    lines = wanted.reshape(layout.row_shards, -1)
+    count, columns = _blocks(*lines.shape, chunk * layout.row_shards)
+    if layout.platform == "cpu":
+        starts = range(0, count * columns, columns)
+        count = sum(bool(lines[:, start : start + columns].any()) for start in starts)
+    return count * columns * len(lines)
 
 
 def _copy_to_shards(head: Model, layout: Layout) -> Model:

@@ -1,4 +1,4 @@
-"""Count the FLOPs of a function from its jaxpr, with every turn of its loops.
+"""Count FLOPs: of a model's products by its shapes, and of a function by its jaxpr.
 
 The compiler's `cost_analysis()` counts a loop once, whatever its turns, and a kernel not at all.
 """
@@ -12,6 +12,21 @@ from typing import cast as typed
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from rlhf_jax.model.transformer import weight_shapes
+from rlhf_jax.types import ModelConfig
+
+
+def product_flops(model: ModelConfig) -> tuple[int, int]:
+    """Return the FLOPs of a token's products with the layers, and with the head."""
+    layers = vars(weight_shapes(model).layers).values()
+    of_layers = 2 * sum(math.prod(shape) for shape in layers if shape)
+    return of_layers, 2 * model.width * (1 if model.scalar_head else model.vocab_size)
+
+
+def pair_flops(model: ModelConfig) -> int:
+    """Return the FLOPs of attention, in all layers, for a token and one that it sees."""
+    return 4 * model.num_layers * model.num_heads * model.head_dim
 
 
 def count_flops(function: Callable, *arguments: Any, turns: int = 1) -> int:

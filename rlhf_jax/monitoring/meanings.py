@@ -78,6 +78,7 @@ MEANINGS = (
     ),
     Meaning("training/skipped_in_row", "of them, the last ones without one between", "", "0"),
     Meaning("training/padding", "share of its tokens that pad, or repeat a prompt", "", "< 0.2"),
+    Meaning("training/padding_flops", "share of its products that these take", "", "< 0.2"),
     Meaning("inference/seconds", "rewards, log-probs and values being computed", "s"),
     Meaning("inference/padding", "share of its tokens that pad, or repeat a prompt", "", "< 0.2"),
     Meaning("data/epoch", "times that the rows were gone through, where samples are given"),

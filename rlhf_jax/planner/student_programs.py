@@ -15,7 +15,8 @@ from rlhf_jax.config import derived, memory_updates
 from rlhf_jax.config.sizes import row_share
 from rlhf_jax.mesh import FLOAT32
 from rlhf_jax.model.attention import packed_block
-from rlhf_jax.placement.search.costs import forward_flops, gradient_flops, product_flops
+from rlhf_jax.model.flops import product_flops
+from rlhf_jax.placement.search.costs import forward_flops, gradient_flops
 from rlhf_jax.placement.search.traffic import ShardedModel, forward_traffic, gradient_traffic
 from rlhf_jax.planner import shapes
 from rlhf_jax.planner.placed_calls import CallProgram, Foreseen, PlacedCalls

@@ -48,6 +48,7 @@ class Packed:
     batch: PackedSequences
     source: np.ndarray  # [S, W] int64, of [B * T] tokens; 0 where masked out
     needed_tokens: int  # of `batch.tokens`, without padding and further copies of a prompt
+    needed_pairs: int  # of them, of a token and one that it sees
 
     def take(self, array: Array) -> np.ndarray:
         """Return an array [B, T, ...] at the predicted tokens: [S, W, ...], 0 elsewhere."""
@@ -273,10 +274,13 @@ def _lay_out(
         pairs = live_pairs(np.asarray(packed.segments[shard]), block)
         packed.pairs[shard, : len(pairs)] = pairs
     read = {one.prompt: one.prompt_tokens for share in shares for one in share}
-    needed = sum(one.own_tokens for share in shares for one in share)
-    needed += sum(tokens for prompt, tokens in read.items() if prompt not in known)
+    own = [(one.own_tokens, one.prompt_tokens) for share in shares for one in share]
+    # A prompt is needed once, and sees nothing before it.
+    own += [(tokens, 0) for prompt, tokens in read.items() if prompt not in known]
     known.update(read)
-    laid = Packed(packed, source, needed)
+    needed = sum(tokens for tokens, _ in own)
+    pairs = sum(tokens * before + tokens * (tokens + 1) // 2 for tokens, before in own)
+    laid = Packed(packed, source, needed, pairs)
     columns = {name: _laid(laid, name, column, shares) for name, column in batch.columns.items()}
     return dataclasses.replace(laid, batch=packed.with_columns(**columns))
 

@@ -60,7 +60,7 @@ def print_setup(opened: Opened) -> None:
         *work_rows(config),
         ("workdir", config.workdir),
         *(("not split", line) for line in meshes.unsplit(weights, layout)),
-        ("kernels", _kernels_lines(opened.kernel_reasons)),
+        ("kernels", _kernels_lines(opened.kernel_reasons | lines_reason(layout.platform))),
         ("remat", f"{'on' if opened.remat else 'off'}: {opened.remat_reason}"),
         ("memory", "\n".join(memory_parts.table(parts))),
     ]
@@ -87,6 +87,14 @@ def work_rows(config: Config) -> list[tuple[str, str]]:
         ("a step", f"{samples} samples, up to {tokens:,} tokens, {way}"),
         ("all steps", f"up to {config.steps * tokens:,} tokens"),
     ]
+
+
+def lines_reason(platform: str) -> dict[str, str]:
+    """Say how attention in packed lines runs where users may expect a kernel: not on a CPU."""
+    if platform == "cpu":
+        return {}
+    why = "no kernel lets samples share a prompt, so a loop over pairs of blocks does"
+    return {"attention of training and inference": f"reference: {why}"}
 
 
 def _kernels_lines(reasons: dict[str, str]) -> str:

@@ -14,6 +14,7 @@ import optax
 
 from rlhf_jax.mesh import ONE_DEVICE, Layout, for_all_to_read, model_shardings
 from rlhf_jax.model.attention import packed_block
+from rlhf_jax.model.packed import padding_flops
 from rlhf_jax.model.transformer import cast, stack
 from rlhf_jax.monitoring.parts import PhaseParts
 from rlhf_jax.placement.pipelined import StageTimes
@@ -87,7 +88,7 @@ class Minibatch(NamedTuple):
     learners: list[Learner]
     models: list[Model]
     batches: list[list[PackedSequences]]  # the micro-batches of each, of the host
-    padding: float  # the share of the first one's tokens that is padding
+    padding: tuple[float, float]  # the shares of the first one's tokens and FLOPs that are padding
 
     def schedule(self, times: Mapping[str, StageTimes]) -> FusedSchedule | None:
         """Return the schedule of learners that are pipelines; None of others, which take turns."""
@@ -164,7 +165,8 @@ def learn(
     if planned:
         metrics |= {name: float(np.mean([own[name] for own in planned])) for name in planned[0]}
     metrics["training/minibatches_done"] = done - metrics["training/skipped"]
-    metrics["training/padding"] = float(np.mean(padding)) if padding else 0.0
+    in_tokens, in_flops = np.mean(padding or [(0.0, 0.0)], axis=0).tolist()
+    metrics |= {"training/padding": in_tokens, "training/padding_flops": in_flops}
     return models | {role: models[role].counted() for role in learners}, metrics
 
 
@@ -248,11 +250,14 @@ def _minibatch(models: Models, minibatch: Sequences, learners: Learners) -> Mini
         count: pack(known, settings.extent, block, count, whole_groups=together)
         for count in set(shards)
     }
+    own = [models[role].weights for role in learners]
+    first = packed[shards[0]]
+    in_flops = padding_flops(first, own[0].config, settings.layout, settings.chunk)
     return Minibatch(
         list(learners.values()),
-        [models[role].weights for role in learners],
+        own,
         [[part.batch for part in packed[count]] for count in shards],
-        padding_share(packed[shards[0]]),
+        (padding_share(first), in_flops),
     )
 
 

@@ -54,7 +54,7 @@ class Drafter(Protocol):
 
     name: ClassVar[str]
     needs_model: ClassVar[bool] = False  # a draft model with a cache of its own
-    needs_history: ClassVar[bool] = False  # texts of the same prompt: earlier ones and siblings'
+    needs_history: ClassVar[bool] = False  # earlier texts, of the same prompt first, and siblings'
     needs_earlier: ClassVar[bool] = False  # the text that the same noise gave before
     # The confidence class of a row that has an earlier text and no token of its own yet.
     first_confidence: ClassVar[int] = 0

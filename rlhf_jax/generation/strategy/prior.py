@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from rlhf_jax.generation.strategy import cost
 from rlhf_jax.generation.strategy.cost import Costs
 from rlhf_jax.generation.strategy.roofline import ModelWork
-from rlhf_jax.model.transformer import weight_shapes
+from rlhf_jax.model.flops import pair_flops, product_flops
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
 
@@ -50,11 +49,11 @@ def work(model: ModelConfig, itemsize: int) -> ModelWork:
 
     Every weight but the embedding is read by a call, and multiplied with each token.
     """
-    layers = sum(math.prod(shape) for shape in vars(weight_shapes(model).layers).values() if shape)
-    weights = layers + model.width * model.vocab_size
+    of_layers, _ = product_flops(model)
+    weights = of_layers // 2 + model.width * model.vocab_size
     return ModelWork(
         weight_bytes=weights * itemsize,
         context_bytes=2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize,
         token_flops=2 * weights,
-        context_flops=4 * model.num_layers * model.num_heads * model.head_dim,
+        context_flops=pair_flops(model),
     )

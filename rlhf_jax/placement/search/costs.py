@@ -17,6 +17,7 @@ from rlhf_jax.generation.strategy import prior
 from rlhf_jax.generation.strategy.roofline import RATES, Roofline
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model.attention import QUERY_BLOCK, packed_block
+from rlhf_jax.model.flops import pair_flops, product_flops
 from rlhf_jax.placement.chips import Chip, ring_bandwidth
 from rlhf_jax.placement.search.collectives import received_bytes
 from rlhf_jax.placement.search.traffic import (
@@ -226,14 +227,7 @@ def gradient_flops(
     return samples * (layers + head + attention)
 
 
-def product_flops(model: ModelConfig) -> tuple[float, float]:
-    """Return the FLOPs of a token's products with the layers, and with the head."""
-    of_vocabulary = 2 * model.width * model.vocab_size
-    of_layers = prior.work(model, itemsize=1).token_flops - of_vocabulary
-    return of_layers, 2 * model.width if model.scalar_head else of_vocabulary
-
-
 def attention_flops(model: ModelConfig, tokens: int, block: int) -> float:
     """Return the FLOPs of causal attention in a sample, block by block of queries."""
     seen = (tokens + min(tokens, block)) / 2
-    return prior.work(model, itemsize=1).context_flops * tokens * seen
+    return pair_flops(model) * tokens * seen

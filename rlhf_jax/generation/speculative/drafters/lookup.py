@@ -1,7 +1,8 @@
 """Draft by lookup: what followed the longest earlier match of the text's end.
 
-It is prompt lookup (Saxena 2023). The corpus of a row is its earlier roll-outs of the same prompt,
-the running samples of that prompt and its own text. There is no model that could grow stale.
+It is prompt lookup (Saxena 2023). The corpus of a row is the latest roll-outs of other prompts, the
+earlier ones of the same prompt, the running samples of that prompt and its own text. There is no
+model that could grow stale.
 """
 
 from __future__ import annotations
