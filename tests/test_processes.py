@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -165,7 +166,7 @@ def check_alike(one: Path, other: Path) -> None:
         assert kept[0] == kept[1]
         for key in kept[0]:
             # How much is padding depends on how samples are shared out.
-            if not key.endswith((*MEASURED, "/padding")):
+            if not key.endswith((*MEASURED, "/padding", "/padding_flops")):
                 assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-4), key
     weights = [load_file(run / "policy" / "model.safetensors") for run in (one, other)]
     for name, weight in weights[0].items():
@@ -326,6 +327,17 @@ def ranks_of(
         for process in begun:
             process.kill()
     return [process.returncode for process in begun], errors
+
+
+@pytest.mark.slow
+def test_two_processes_compile_nothing_after_their_second_step(place):
+    """Of six, whatever the lengths of samples."""
+    words = arguments(place, "counted", **TWO_SLICES | {"steps": 6, "evaluation__every": 0})
+    codes, errors = ranks_of("counted_ranks.py", "2", *words, devices=4)
+    assert codes == [0, 0], errors
+    for told in errors:
+        compiled = [int(count) for count in re.findall(r"compiled (\d+)", told)]
+        assert len(compiled) == 6 and compiled[0] > 5 and compiled[1] == compiled[-1], compiled
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """rlhf_jax as a worker of step.py. Usage: rlhf_jax_step.py SETTINGS.json
 
-Everything but the sizes is as `rlhf_jax.config.default` has it; samples are decoded plainly.
+Everything but the sizes is as `rlhf_jax.config.default` has it.
 """
 
 import json
@@ -17,14 +17,22 @@ turns = Turns(("jax", "jaxlib"))
 
 
 step = iteration.step
+KEPT = (
+    "generation/seconds",
+    "inference/seconds",
+    "training/seconds",
+    "generation/tokens_per_round",
+    "training/padding",
+    "training/padding_flops",
+)
 
 
 def timed(state, run, observe):
     """Take a step, each of which is asked for."""
     turns.begin()
     state, report = step(state, run, observe)
-    kept = ("generation/seconds", "inference/seconds", "training/seconds", "generation/tokens")
-    turns.note(**{name: report.metrics[name] for name in kept})
+    turns.note(**{name: report.metrics[name] for name in KEPT if name in report.metrics})
+    turns.note(tokens=report.metrics["generation/tokens"])
     return state, report
 
 
@@ -40,12 +48,11 @@ config.reward.workers = 1
 config.generation.prompts_per_step = asked["prompts_per_step"]
 config.generation.samples_per_prompt = asked["samples"]
 config.generation.max_new_tokens = asked["new_tokens"]
-config.generation.max_rows = asked["prompts_per_step"] * asked["samples"]
-config.generation.strategy = "plain"
 config.evaluation.every = 0
 config.checkpoint.every = 0
 config.training.learning_rate = asked["learning_rate"]
-config.training.microbatch_rows = asked["prompts_per_step"] * asked["samples"]
+if asked["whole"]:
+    config.training.microbatch_rows = asked["prompts_per_step"] * asked["samples"]
 config.kl.coefficient = asked["kl"]
 if asked["algorithm"] == "ppo":
     config.algorithm.name = "ppo"

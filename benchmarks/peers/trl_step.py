@@ -21,12 +21,14 @@ class Timed(TrainerCallback):
         turns.begin()
 
 
-def vowels(completions, **_):
+def vowels(completions, completion_ids, **_):
+    turns.note(tokens=sum(map(len, completion_ids)))
     return [float(sum(c in "aeiou" for c in text)) for text in completions]
 
 
-rows = [json.loads(line) for line in Path(asked["prompts"]).read_text().splitlines()]
+prompts = [json.loads(line) for line in Path(asked["prompts"]).read_text().splitlines()]
 samples = asked["prompts_per_step"] * asked["samples"]
+rows = samples if asked["whole"] else min(8, samples)  # 8 is its default
 config = GRPOConfig(
     output_dir=str(Path(sys.argv[1]).parent / "trl"),
     max_steps=1000,
@@ -38,18 +40,17 @@ config = GRPOConfig(
     learning_rate=asked["learning_rate"],
     lr_scheduler_type="constant",
     beta=asked["kl"],
-    per_device_train_batch_size=samples,
-    gradient_accumulation_steps=1,
+    per_device_train_batch_size=rows,
+    gradient_accumulation_steps=samples // rows,
+    gradient_checkpointing=asked["checkpointed"],
     num_generations=asked["samples"],
     max_completion_length=asked["new_tokens"],
-    generation_kwargs={"min_new_tokens": asked["new_tokens"]},
-    **asked["trl"],
 )
 trainer = GRPOTrainer(
     model=AutoModelForCausalLM.from_pretrained(asked["model"], dtype=torch.float32),
     reward_funcs=vowels,
     args=config,
-    train_dataset=Dataset.from_list([{"prompt": row["rendered"]} for row in rows]),
+    train_dataset=Dataset.from_list([{"prompt": row["rendered"]} for row in prompts]),
     processing_class=AutoTokenizer.from_pretrained(asked["model"]),
     callbacks=[Timed()],
 )

@@ -62,14 +62,16 @@ def prompts():
 
 
 def vowels(prompts, completions, **_):
+    turns.note(tokens=sum(len(tokenizer.encode(text)) for text in completions))
     return [float(sum(c in "aeiou" for c in text)) for text in completions]
 
 
+tokenizer = AutoTokenizer.from_pretrained(folder)
 cluster = RLCluster(
     actor=load(),
     critic=critic() if ppo else None,
     reference=load() if asked["kl"] else None,
-    tokenizer=AutoTokenizer.from_pretrained(folder),
+    tokenizer=tokenizer,
     cluster_config=ClusterConfig(
         role_to_mesh=dict.fromkeys(Role, mesh),
         training_config=RLTrainingConfig(
