@@ -18,7 +18,7 @@ import dataclasses
 import datetime
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +29,12 @@ from benchmarks import contest
 from benchmarks.contest import Case, tell
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.generation.history import History, requests
-from rlhf_jax.generation.requests import GenerationConfig
+from rlhf_jax.generation.requests import GenerationConfig, Sample
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.rules import RULES
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.stage import KEPT_ACCEPTANCE
+from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model.attention import causal_on
 from rlhf_jax.model.decoding import decoding_weights
@@ -94,59 +95,70 @@ def measure(asked: argparse.Namespace) -> Iterator[dict]:
         min_rows=asked.rows,
     )
     history = History(asked.history_tokens)
-    selectors = {}
-    asked_before = set()
+    selectors: dict[str, Selector] = {}
+    asked_before: set[str] = set()
     samples = asked.samples or 4 * asked.rows
     for step in range(asked.steps):
+        tell(f"step {step + 1} of {asked.steps}")
         texts = new_prompts(rng, samples // asked.group, asked_before)
         prompts = [np.array(encode(text), np.int32) for text in texts]
         wanted = requests(
             prompts, asked.group, 72, step * samples, history=history, rule=RULES["replayable"]
         )
         case = Case(policy, None, wanted, decoding, layout)
-        alone = [dataclasses.replace(request, others=()) for request in wanted]
-        cases = {"adaptive": case, "alone": dataclasses.replace(case, wanted=alone)}
-        contenders = contest.contenders_of(case, LENGTHS if asked.chains else ()) | cases
-        if not selectors:
-            first = contest.new_selector(case, LENGTHS)
-            selectors = {name: copy.deepcopy(first) for name in cases}
-            contest.prepare(contenders["plain"], (tree.PLAIN,))
-        for selector in selectors.values():
-            contest.prepare(case, selector.candidates.strategies)
-        for contender in contenders.values():  # without a selector a round's results are fewer
-            contest.run(contest.first(contender, asked.rows))
-        runs = collections.defaultdict(list)
-        turns = list(contenders)
-        with contest.compilations() as compiled:
-            for name in itertools.chain(turns, reversed(turns)):
-                selector = selectors.get(name)
-                # In the second turn it knows what it knew in the first one.
-                chooser = copy.deepcopy(selector) if selector and not runs[name] else selector
-                tell(f"step {step + 1}: {name}")
-                runs[name].append(contest.run(contenders[name], chooser))
-        for selector in selectors.values():
-            selector.stage_ended(kept=KEPT_ACCEPTANCE)
-        finished = runs["plain"][0].samples
+        selectors = selectors or {
+            name: contest.new_selector(case, LENGTHS) for name in ("adaptive", "alone")
+        }
+        figures, finished = take_turns(case, selectors, LENGTHS if asked.chains else ())
         history.add(finished)
         yield {
             "step": step,
             "rows": asked.rows,
             "samples": samples,
-            "tokens": sum(len(one.tokens) for one in finished),
-            "speedup": {
-                name: contest.versus(runs["plain"], done)["median"] for name, done in runs.items()
-            },
-            "tokens_per_round": {name: contest.tokens_a_round(done) for name, done in runs.items()},
-            "strategies": contest.taken(runs["adaptive"]),
-            "differing_samples": sum(
-                contest.differing(one, runs["plain"][0]) for done in runs.values() for one in done
-            ),
-            "compilations": len(compiled),
             "answer": source.tokenizer.decode(finished[0].tokens),
-            "device": jax.devices()[0].device_kind,
-            "jax": jax.__version__,
-            "date": datetime.date.today().isoformat(),
-        }
+        } | figures
+
+
+def take_turns(
+    case: Case, selectors: dict[str, Selector], chains: Sequence[int]
+) -> tuple[dict, list[Sample]]:
+    """The figures of a step that each contender takes twice, and its samples.
+
+    The selectors learn from it.
+    """
+    alone = [dataclasses.replace(request, others=()) for request in case.wanted]
+    contenders = contest.contenders_of(case, chains)
+    contenders |= {"adaptive": case, "alone": dataclasses.replace(case, wanted=alone)}
+    contest.prepare(contenders["plain"], (tree.PLAIN,))
+    for selector in selectors.values():
+        contest.prepare(case, selector.candidates.strategies)
+    for contender in contenders.values():  # without a selector a round's results are fewer
+        contest.run(contest.first(contender, case.decoding.max_rows))
+
+    runs = collections.defaultdict(list)
+    with contest.compilations() as compiled:
+        for name in itertools.chain(contenders, reversed(contenders)):
+            selector = selectors.get(name)
+            # In the second turn it knows what it knew in the first one.
+            chooser = copy.deepcopy(selector) if selector and not runs[name] else selector
+            runs[name].append(contest.run(contenders[name], chooser))
+    for selector in selectors.values():
+        selector.stage_ended(kept=KEPT_ACCEPTANCE)
+    plain = runs["plain"]
+    figures = {
+        "tokens": sum(len(one.tokens) for one in plain[0].samples),
+        "speedup": {name: contest.versus(plain, done)["median"] for name, done in runs.items()},
+        "tokens_per_round": {name: contest.tokens_a_round(done) for name, done in runs.items()},
+        "strategies": contest.taken(runs["adaptive"]),
+        "differing_samples": sum(
+            contest.differing(one, plain[0]) for done in runs.values() for one in done
+        ),
+        "compilations": len(compiled),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+    return figures, plain[0].samples
 
 
 def new_prompts(rng: np.random.Generator, count: int, before: set[str]) -> list[str]:

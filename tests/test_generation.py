@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import types
 from pathlib import Path
 
 import jax
@@ -16,8 +15,8 @@ from scipy import stats
 from tiny_stage import requests
 
 from rlhf_jax.generation import rows as row_verbs
-from rlhf_jax.generation import scheduler
 from rlhf_jax.generation.engine import generate
+from rlhf_jax.generation.known_texts import keep_latest, known_texts
 from rlhf_jax.generation.requests import (
     GenerationConfig,
     Request,
@@ -122,17 +121,17 @@ def test_lookup_reads_the_latest_answers_to_other_prompts(target, rule):
     assert other.rounds < alone.rounds and other.accepted > alone.accepted
     assert not other.seen_prompt
 
-    batch = types.SimpleNamespace(ended_texts={1: np.array([6]), 50: np.array([7])})
+    ended = {1: np.array([6]), 50: np.array([7])}
     own = Sample(50, Request(prompt, (50,), 40, others=(np.array([5]),)), [np.array([8, 8])])
     for size, wanted in ((8, [5, -1, 6, -1, 8, 8, -1, -1]), (4, [-1, 8, 8, -1]), (2, [8, -1])):
-        assert scheduler.known_texts(batch, own, size).tolist() == wanted
+        assert known_texts(own, ended, size).tolist() == wanted
 
 
 def test_samples_that_begin_later_read_what_has_ended_here(target):
     """Of each prompt the latest text, and as many tokens as lookup keeps."""
     kept: dict[int, np.ndarray] = {}
     for request, tokens in ((1, 3), (2, 4), (1, 5), (3, 2), (4, 9)):
-        scheduler.keep_latest(kept, request, np.full(tokens, request), size=11)
+        keep_latest(kept, request, np.full(tokens, request), size=11)
     assert {name: len(text) for name, text in kept.items()} == {3: 2, 4: 9}
     how = decoding("lookup-chain-4", sampling=Sampling(0.0), max_rows=1)
     wanted = [Request(np.array([9, 4, 11, 3], np.int32), (i,), 40) for i in range(2)]

@@ -30,7 +30,6 @@ from rlhf_jax.mesh import Layout
 from rlhf_jax.model import kernels as laid
 from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.transformer import init, logits, stack, unstack
-from rlhf_jax.setup.describe import lines_reason
 from rlhf_jax.types import ModelConfig
 
 KERNELS = tuple(dispatch.FUNCTIONS)
@@ -83,15 +82,6 @@ def test_without_a_measurement_the_reference_runs_and_says_so():
             line.startswith("reference: ") for line in why.values()
         )
     assert "has not been timed on TPU v5p" in why["verify_head"]
-
-
-def test_a_run_says_that_attention_in_packed_lines_has_no_kernel():
-    (told,) = lines_reason("tpu").items()
-    assert told == (
-        "attention of training and inference",
-        "reference: no kernel lets samples share a prompt, so a loop over pairs of blocks does",
-    )
-    assert lines_reason("gpu") and not lines_reason("cpu")
 
 
 def test_what_was_measured_faster_is_the_default_there(monkeypatch):

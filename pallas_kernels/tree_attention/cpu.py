@@ -16,7 +16,7 @@ from jax import Array, lax
 from pallas_kernels.arrays import LOWEST, check_ranks
 from pallas_kernels.tree_attention import reference
 
-BLOCK = 128
+TURN_SLOTS = 128  # of a block: one turn of the loop reads it
 # Shorter caches are read whole: a turn of the loop costs more than it saves.
 LEAST_SLOTS = 768
 # The loop runs where at most one block in so many holds tokens: above two fifths, at one query a
@@ -39,11 +39,11 @@ def tree_attention(
     """
     check_ranks([query, cache_k, cache_v, window_k, window_v, length, mask], [4, 4, 4, 4, 4, 1, 3])
     arguments = (query, cache_k, cache_v, window_k, window_v, length, mask)
-    rows, slots = query.shape[0], cache_k.shape[3]
+    slots = cache_k.shape[3]
     if slots < LEAST_SLOTS:
         return reference.tree_attention(*arguments)
-    live = (-(-length // BLOCK)).sum(dtype=jnp.int32)
-    few = live * ONE_LIVE_IN <= rows * (slots // BLOCK)
+    live = (-(-length // TURN_SLOTS)).sum(dtype=jnp.int32)
+    few = live * ONE_LIVE_IN <= len(query) * (slots // TURN_SLOTS)
     return lax.cond(few, over_live_blocks, reference.tree_attention, *arguments)
 
 
@@ -65,7 +65,7 @@ def over_live_blocks(
     mask: Array,
 ) -> Array:
     """Compute `tree_attention` by the loop."""
-    (rows, groups, dim, slots), dtype = cache_k.shape, cache_v.dtype
+    rows, groups, dim, slots = cache_k.shape
     grouped = reference.by_group(query, groups)
     seen = jnp.tile(mask[:, None], (1, 1, query.shape[2] // groups, 1))
     nothing = _Sums(
@@ -76,9 +76,9 @@ def over_live_blocks(
     sums = _add(nothing, grouped, window_k, value=window_v, seen=seen)
 
     # Turn t takes block `block[t]` of row `row[t]`.
-    blocks = -(-length // BLOCK)
+    blocks = -(-length // TURN_SLOTS)
     ends = jnp.cumsum(blocks, dtype=jnp.int32)
-    turns = jnp.arange(rows * -(-slots // BLOCK), dtype=jnp.int32)
+    turns = jnp.arange(rows * -(-slots // TURN_SLOTS), dtype=jnp.int32)
     row = jnp.searchsorted(ends, turns, side="right").astype(jnp.int32)
     block = turns - (ends - blocks)[row]
     zero = jnp.int32(0)
@@ -86,12 +86,12 @@ def over_live_blocks(
     def take_in(turn: Array, sums: _Sums) -> _Sums:
         """Add one block of one row to its sums."""
         at = row[turn]
-        first = block[turn] * BLOCK
+        first = block[turn] * TURN_SLOTS
         # The last block of a cache that is no whole number of them begins earlier.
-        start = jnp.minimum(first, slots - BLOCK)
-        slot = start + jnp.arange(BLOCK, dtype=jnp.int32)
-        key = lax.dynamic_slice(cache_k, (at, zero, zero, start), (1, groups, dim, BLOCK))
-        value = lax.dynamic_slice(cache_v, (at, zero, start, zero), (1, groups, BLOCK, dim))
+        start = jnp.minimum(first, slots - TURN_SLOTS)
+        slot = start + jnp.arange(TURN_SLOTS, dtype=jnp.int32)
+        key = lax.dynamic_slice(cache_k, (at, zero, zero, start), (1, groups, dim, TURN_SLOTS))
+        value = lax.dynamic_slice(cache_v, (at, zero, start, zero), (1, groups, TURN_SLOTS, dim))
         mine = _Sums(*(lax.dynamic_index_in_dim(part, at) for part in sums))
         queries = lax.dynamic_index_in_dim(grouped, at)
         seen = (slot >= first) & (slot < length[at])
@@ -106,11 +106,11 @@ def over_live_blocks(
     sums = lax.fori_loop(0, ends[-1], take_in, sums)
     # The best score weighs 1, so a sum below 1 is that of a query that sees nothing.
     out = sums.values / jnp.maximum(sums.weight, 1.0)
-    return reference.by_token(out.astype(dtype), query.shape).astype(query.dtype)
+    return reference.by_token(out.astype(cache_v.dtype), query.shape).astype(query.dtype)
 
 
 def _add(sums: _Sums, query: Array, key: Array, *, value: Array, seen: Array) -> _Sums:
-    """Add keys [B, G, D, S] and values [B, G, S, D] to the sums of queries [B, G, N, D]."""
+    """Add keys [B, G, D, S] and their values [B, G, S, D] to the sums of queries."""
     product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
     scores = jnp.where(seen, product(query, key) * query.shape[3] ** -0.5, -jnp.inf)
     top = jnp.maximum(sums.top, scores.max(axis=-1, keepdims=True))

@@ -15,6 +15,7 @@ import numpy as np
 from pallas_kernels.shapes import LANES
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation import rows as row_verbs
+from rlhf_jax.generation.known_texts import keep_latest, known_texts
 from rlhf_jax.generation.requests import GenerationConfig, Sample, is_ready
 from rlhf_jax.generation.rows import Admission, Prefix
 from rlhf_jax.generation.speculative import tree as trees
@@ -274,7 +275,7 @@ def _admit(
         limit[i] = sample.limit
         key[i] = (decoding.seed, sample.sample_id)
         temperature[i] = decoding.temperature_of(sample.request)
-        history[i] = known_texts(batch, sample, decoding.history)
+        history[i] = known_texts(sample, batch.ended_texts, decoding.history)
         text = sample.request.earlier.get(sample.sample_id)
         if text is not None and earlier_slots:
             aligned = np.concatenate([sample.prompt, text])[:earlier_slots]
@@ -286,20 +287,6 @@ def _admit(
         source, row, limit, key=key, temperature=temperature, history=history, earlier=earlier
     )
     batch.state = row_verbs.admit(batch.state, prefix, admission, layout=batch.layout)
-
-
-def known_texts(batch: SliceBatch, sample: Sample, size: int) -> np.ndarray:
-    """Return [size] int32: what lookup reads for a sample, -1 after each text and where it ends.
-
-    As much as fits of the texts of its own prompt, the latest last; before them of others.
-    """
-    others = [text for request, text in batch.ended_texts.items() if request != sample.request.id]
-    joined = np.full(size, -1, np.int32)
-    separated = [np.append(text, -1) for text in (*sample.request.others, *others, *sample.texts)]
-    flat = np.concatenate([np.zeros(0, np.int32), *separated])
-    kept = flat[max(0, len(flat) - size) :]
-    joined[: len(kept)] = kept
-    return joined
 
 
 def resize(batch: SliceBatch, wanted: int, decoding: GenerationConfig) -> None:
@@ -361,16 +348,8 @@ def release_finished(
             history = np.full((ADMITTED, decoding.history), -1, np.int32)
             for i, (place, sibling) in enumerate(siblings[start : start + ADMITTED]):
                 row[i] = place
-                history[i] = known_texts(batch, sibling, decoding.history)
+                history[i] = known_texts(sibling, batch.ended_texts, decoding.history)
             batch.state = row_verbs.remember(batch.state, row, history, layout=batch.layout)
-
-
-def keep_latest(texts: dict[int, np.ndarray], request: int, text: np.ndarray, size: int) -> None:
-    """Keep the text as its request's latest, and of others as many as `size` tokens reach."""
-    texts.pop(request, None)
-    texts[request] = text
-    while sum(map(len, texts.values())) - len(next(iter(texts.values()))) >= size:
-        del texts[next(iter(texts))]
 
 
 def siblings(batch: SliceBatch, decoding: GenerationConfig) -> np.ndarray:

@@ -17,6 +17,11 @@ from rlhf_jax.placement.plan import Plan, training_layout
 from rlhf_jax.runtime import distributed
 from rlhf_jax.setup.opened import Opened
 
+LINES_REASON = {
+    "attention of training and inference": "reference: no kernel lets samples share a prompt, so it"
+    " is a loop over pairs of blocks"
+}
+
 
 def print_setup(opened: Opened) -> None:
     """Print what the run will use; raise ValueError where it does not fit."""
@@ -54,13 +59,15 @@ def print_setup(opened: Opened) -> None:
         rows.append(("drafter", _drafter_line(opened)))
     rows.append(("ends", "\n".join(policy.ends.lines()) or "no token ends a response"))
     rows.append(("prompts", _prompts_line(opened.prompts, config.data.train)))
+    # Attention in packed lines is no choice, but users of a TPU or GPU may expect a kernel.
+    reasons = opened.kernel_reasons | ({} if on_cpu else LINES_REASON)
     if opened.held_out:
         rows.append(("held out", _prompts_line(opened.held_out, config.data.eval)))
     rows += [
         *work_rows(config),
         ("workdir", config.workdir),
         *(("not split", line) for line in meshes.unsplit(weights, layout)),
-        ("kernels", _kernels_lines(opened.kernel_reasons | lines_reason(layout.platform))),
+        ("kernels", _kernels_lines(reasons)),
         ("remat", f"{'on' if opened.remat else 'off'}: {opened.remat_reason}"),
         ("memory", "\n".join(memory_parts.table(parts))),
     ]
@@ -87,14 +94,6 @@ def work_rows(config: Config) -> list[tuple[str, str]]:
         ("a step", f"{samples} samples, up to {tokens:,} tokens, {way}"),
         ("all steps", f"up to {config.steps * tokens:,} tokens"),
     ]
-
-
-def lines_reason(platform: str) -> dict[str, str]:
-    """Say how attention in packed lines runs where users may expect a kernel: not on a CPU."""
-    if platform == "cpu":
-        return {}
-    why = "no kernel lets samples share a prompt, so a loop over pairs of blocks does"
-    return {"attention of training and inference": f"reference: {why}"}
 
 
 def _kernels_lines(reasons: dict[str, str]) -> str:
