@@ -19,6 +19,7 @@ import datetime
 import itertools
 import json
 from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -188,7 +189,7 @@ def fitted(source: Source, rng: np.random.Generator, steps: int) -> Model:
     """The model after some supervised steps on made-up answers."""
     model = source.load(jnp.float32)
     optimizer = optax.adam(1e-4)
-    state = optimizer.init(model)
+    state = optimizer.init(cast(Any, model))
 
     @jax.jit
     def step(model: Model, state: optax.OptState, tokens: jax.Array, mask: jax.Array):
@@ -204,7 +205,7 @@ def fitted(source: Source, rng: np.random.Generator, steps: int) -> Model:
 
         value, gradient = jax.value_and_grad(loss)(model)
         updates, state = optimizer.update(gradient, state)
-        return optax.apply_updates(model, updates), state, value
+        return optax.apply_updates(cast(Any, model), updates), state, value
 
     for number in range(steps):
         tokens, mask = batch_of(source.tokenizer, rng)

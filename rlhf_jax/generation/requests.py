@@ -34,10 +34,11 @@ class Request:
     sample_ids: tuple[int, ...]
     max_new_tokens: int
     history: tuple[np.ndarray, ...] = ()  # earlier roll-outs of this prompt, the latest last
-    others: tuple[np.ndarray, ...] = ()  # and of other prompts, which lookup reads, too
     # of the same noise, by sample id
     earlier: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
     temperature: float | None = None  # 0: greedy; None: that of `GenerationConfig.sampling`
+    # the latest roll-outs of other prompts, which lookup reads where `history` leaves room
+    others: tuple[np.ndarray, ...] = ()
 
     def __post_init__(self) -> None:
         if self.temperature is not None:

@@ -24,7 +24,8 @@ def split_columns(arrays: ArrayTree, tokens_at_a_time: int) -> ArrayTree:
     Blocks are alike and have at most `tokens_at_a_time` tokens, but at least one column. After the
     last column stand zeros, which a mask among the arrays reads as False.
     """
-    count, columns = _blocks(*jax.tree.leaves(arrays)[0].shape[:2], tokens_at_a_time)
+    rows, slots = jax.tree.leaves(arrays)[0].shape[:2]
+    count, columns = _blocks(rows, slots, tokens_at_a_time)
 
     def split(leaf: Array) -> jax.Array:
         padding = [(0, 0), (0, count * columns - leaf.shape[1])] + [(0, 0)] * (leaf.ndim - 2)
