@@ -160,7 +160,7 @@ def test_padding_is_counted_in_products_of_a_forward_pass():
         """As the program says: a head of whole blocks, of which the CPU leaves out those without
         predicted tokens.
         """
-        run = functools.partial(score_packed.__wrapped__, temperature=1.0, chunk=64)
+        run = functools.partial(score_packed, temperature=1.0, chunk=64)
         turns = int((part.batch.pairs[..., 0] >= 0).sum())
         flops = count_flops(run, shapes(TWO_LAYERS), part.batch, turns=turns)
         length = part.batch.tokens.shape[1]
