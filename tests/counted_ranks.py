@@ -1,10 +1,11 @@
-"""Be a process of a run that says on stderr, after each step, how many programs it has compiled.
+"""Be a process of a run that says on stderr, after each step, which programs it has compiled.
 
 python tests/counted_ranks.py PORT RANK RANKS [the words of launch/train.py]
 """
 
 from __future__ import annotations
 
+import json
 import sys
 
 import jax
@@ -14,20 +15,21 @@ from rlhf_jax.command.train import main
 from rlhf_jax.monitoring.phases import COMPILATION
 
 port, rank, ranks, *words = sys.argv[1:]
-compiled: list[float] = []
+compiled: list[str] = []
 step = iteration.step
 
 
-def listen(event: str, duration_secs: float, **_) -> None:
+def listen(event: str, duration_secs: float, fun_name: str = "", **_) -> None:
     """Hear of a program."""
     if event == COMPILATION:
-        compiled.append(duration_secs)
+        compiled.append(fun_name)
 
 
 def counted(*inputs, **options):
-    """Take a step, and say how many programs there have been."""
+    """Take a step, and say which programs it has compiled."""
     out = step(*inputs, **options)
-    print(f"compiled {len(compiled)}", file=sys.stderr, flush=True)
+    print(f"compiled {json.dumps(compiled)}", file=sys.stderr, flush=True)
+    compiled.clear()
     return out
 
 

@@ -331,13 +331,19 @@ def ranks_of(
 
 @pytest.mark.slow
 def test_two_processes_compile_nothing_after_their_second_step(place):
-    """Of six, whatever the lengths of samples."""
-    words = arguments(place, "counted", **TWO_SLICES | {"steps": 6, "evaluation__every": 0})
+    """Of six, whatever the lengths of samples, but jax's own copy of results in a further shape.
+
+    The first sample that moves would compile its move.
+    """
+    stays = {"steps": 6, "evaluation__every": 0, "generation__reallocate": False}
+    words = arguments(place, "counted", **TWO_SLICES | stays)
     codes, errors = ranks_of("counted_ranks.py", "2", *words, devices=4)
     assert codes == [0, 0], errors
     for told in errors:
-        compiled = [int(count) for count in re.findall(r"compiled (\d+)", told)]
-        assert len(compiled) == 6 and compiled[0] > 5 and compiled[1] == compiled[-1], compiled
+        compiled = [json.loads(names) for names in re.findall(r"compiled (.*)", told)]
+        later = [name for names in compiled[2:] for name in names]
+        assert len(compiled) == 6 and len(compiled[0]) > 5, compiled
+        assert set(later) <= {"jit(_identity_fn)"} and len(later) <= 1, compiled[1:]
 
 
 @pytest.fixture(scope="module")
