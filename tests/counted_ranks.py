@@ -19,10 +19,10 @@ compiled: list[str] = []
 step = iteration.step
 
 
-def listen(event: str, duration_secs: float, fun_name: str = "", **_) -> None:
+def listen(event: str, duration_secs: float, **told: str | int) -> None:
     """Hear of a program."""
     if event == COMPILATION:
-        compiled.append(fun_name)
+        compiled.append(str(told.get("fun_name")))
 
 
 def counted(*inputs, **options):
