@@ -15,6 +15,7 @@ from scipy import stats
 from tiny_stage import requests
 
 from rlhf_jax.generation import rows as row_verbs
+from rlhf_jax.generation import scheduler
 from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.known_texts import keep_latest, known_texts
 from rlhf_jax.generation.requests import (
@@ -137,6 +138,19 @@ def test_samples_that_begin_later_read_what_has_ended_here(target):
     wanted = [Request(np.array([9, 4, 11, 3], np.int32), (i,), 40) for i in range(2)]
     earlier, later = generate(target, None, wanted, how)
     assert later.tokens == earlier.tokens and later.rounds < earlier.rounds
+
+
+def test_a_slice_reads_what_has_ended_on_it_and_not_on_others():
+    """So processes that share it read the same, whatever other slices they have."""
+    how = decoding("lookup-chain-4")
+    ended = Sample(0, Request(np.array([9], np.int32), (0,), 4), [], tokens=[3, 5], done=True)
+    slices = [
+        scheduler.SliceBatch(number, (None, None), None, state=None, rows=rows)  # pyright: ignore
+        for number, rows in enumerate(([None, ended], [None]))
+    ]
+    scheduler.release_finished(slices, [ended], {0: ended}, how)
+    assert [batch.rows for batch in slices] == [[None, None], [None]]
+    assert [[*map(list, batch.ended_texts.values())] for batch in slices] == [[[3, 5]], []]
 
 
 @pytest.fixture(scope="module")

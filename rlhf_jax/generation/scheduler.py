@@ -317,21 +317,24 @@ def release_finished(
 ) -> None:
     """Free the rows of samples that ended, and let lookups read their texts.
 
-    Siblings read them from now on, and other prompts' samples if they begin later.
-
+    Siblings read them from now on, and other prompts' samples if they begin later on that slice.
     samples: all of the call, by sample id.
     """
     if not ended:
         return
+    reads = decoding.history and any(one.needs_history for one in decoding.drafters)
     for batch in slices:
+        # Of no others: processes that share a slice all know what has ended there.
+        for sample in batch.live if reads else ():
+            if sample.done:
+                text = np.array(sample.tokens, np.int32)
+                keep_latest(batch.ended_texts, sample.request.id, text, size=decoding.history)
         batch.rows = [None if sample is None or sample.done else sample for sample in batch.rows]
 
-    if not decoding.history or not any(one.needs_history for one in decoding.drafters):
+    if not reads:
         return
     for sample in ended:
         text = np.array(sample.tokens, np.int32)
-        for batch in slices:
-            keep_latest(batch.ended_texts, sample.request.id, text, size=decoding.history)
         for sibling in map(samples.__getitem__, sample.request.sample_ids):
             if not sibling.done:
                 sibling.texts.append(text)

@@ -233,7 +233,7 @@ def check_kernels(plan: Plan, source: str, platform: str) -> None:
     """Raise ValueError where a plan names kernels that are not the platform's."""
     for call, placed in plan.placements.items():
         for kernel, name in dataclasses.asdict(placed.kernels).items():
-            if name not in dispatch.names(kernel, platform):
+            if name not in dispatch.names_on(kernel, platform):
                 raise ValueError(
                     f"{source} has {kernel} {name!r:.40} for {call}, and here is a {platform}; give"
                     " 'reference' or leave kernels out."
