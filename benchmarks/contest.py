@@ -21,7 +21,8 @@ import jax
 
 from benchmarks import pricing
 from rlhf_jax.generation import scheduler
-from rlhf_jax.generation.engine import generate, warm_up
+from rlhf_jax.generation.engine import generate
+from rlhf_jax.generation.precompile import first_programs
 from rlhf_jax.generation.requests import GenerationConfig, Request, RoundReport, Sample
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.strategy import candidates, cost
@@ -105,7 +106,10 @@ def prepare(case: Case, strategies: Sequence[Strategy], table: pricing.Table | N
     """
     rows = samples = case.decoding.max_rows
     run(first(case, rows + 1))  # a row that is taken again
-    warm_up(case.target, case.drafter, samples, case.decoding, case.layout, look=table is not None)
+    models = (case.target, case.drafter)
+    given = (models, samples, [len(case.wanted[0].prompt)], case.decoding, case.layout)
+    for compile_program in first_programs(*given, looks_back=table is not None)[0]:
+        compile_program()
     while True:
         speculative_round = functools.partial(run, first(case, rows))
         pricing.compile_rounds(speculative_round, strategies, rows)

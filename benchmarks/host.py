@@ -34,6 +34,7 @@ from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.mesh import Layout, make_mesh
 from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.transformer import init
+from rlhf_jax.runtime.compilation import Programs
 from rlhf_jax.types import DecodeState, Emission, ModelConfig, ModelConfigs
 
 PROMPT = 16  # tokens of every prompt
@@ -69,7 +70,7 @@ def main() -> None:
         if name == "adaptive":
             costs = prior.costs(ModelConfigs(config), "cpu", 4, {}, asked.rows, asked.tokens)
             selector = Selector(candidates.adaptive(DRAFTERS), costs)
-            compiler = BackgroundCompiler()
+            compiler = BackgroundCompiler(Programs())
         each = []
         for repeat in range(asked.repeats + 1):
             wanted = requests(asked, name == "adaptive")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import functools
 import json
 import math
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,6 +30,7 @@ from rlhf_jax.monitoring.sending import Sender
 from rlhf_jax.run import Run, StepReport
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.checkpoint.store import Checkpoints, Unsaved, named_leaves
+from rlhf_jax.runtime.compilation import Programs
 from rlhf_jax.runtime.files import is_remote
 from rlhf_jax.runtime.signals import Stopped, listen_for_signals
 from rlhf_jax.runtime.slice_groups import slice_group_of
@@ -67,11 +66,11 @@ class Session:
         self._sender: Sender | None = None
         self._counts = GenerationCounts()
         self._finished = 0  # samples of the phase
+        self.programs = Programs()  # that compile beside the run
         self._clock = PhaseClock("starting")
         self._phase_start = 0.0
         self._looked = 0.0
         self._profile = contextlib.ExitStack()
-        self._compilation: concurrent.futures.Future | None = None
         # another process decides what is next on the slice that both share
         generation = opened.layouts.get("generation")
         self._follows = generation is not None and not slice_group_of(generation).leads
@@ -119,16 +118,17 @@ class Session:
         self._writer = distributed.run_on_all(lambda: opened() if leads else None)
         self._stack.callback(self._writer.close if self._writer else lambda: None)
         shown = Console(quiet=not leads)
-        program = self._clock.program
-        progress = console.Progress(config.steps, state.step, shown, program)
+        progress = console.Progress(config.steps, state.step, shown, self._compiling)
         self._progress = self._stack.enter_context(progress)
+        self._stack.callback(self.programs.close)
 
         def say_by_rank(line: str) -> None:
             print(f"rank {distributed.rank()}: {line}", file=sys.stderr, flush=True)
 
         say = self._progress.say if self._writer else say_by_rank
         stacks = self.opened.workdir / f"standstill-{distributed.rank()}.txt"
-        watchdog = Watchdog(config.watchdog_seconds, say, program=program, stacks=stacks)
+        seconds = config.watchdog_seconds
+        watchdog = Watchdog(seconds, say, program=self._clock.program, stacks=stacks)
         self._watchdog = self._stack.enter_context(watchdog)
         if config.sinks and leads:
             self._sender = Sender(
@@ -139,20 +139,22 @@ class Session:
                 self._progress.say,
             )
             self._stack.push(self._end_sinks)
-        run = make_run(self.opened, self._stack, self._alive, state.host.remat)
+        run = make_run(self.opened, self._stack, self._alive, self.programs, state.host.remat)
         self._lanes = run.lanes.names
         self._state = state
         self._stack.push(self._save_at_end)
         return run
 
-    def compile_behind(self, compile_step: Callable[[], None]) -> None:
-        """Compile what a step needs after generation, on a thread of its own.
+    def wait_for_programs(self, phase: str) -> None:
+        """Wait for the programs that a phase needs, and show how many are left."""
 
-        What goes wrong there goes wrong in the step, too, which tells it better.
-        """
-        worker = concurrent.futures.ThreadPoolExecutor(1, "compiling a step")
-        self._stack.callback(worker.shutdown, wait=False, cancel_futures=True)
-        self._compilation = worker.submit(compile_step)
+        def show() -> None:
+            self._beat("compiling")
+            self._progress.update("compiling")
+
+        if self.programs.waits(phase):
+            show()
+            self.programs.wait(phase, show)
 
     def observe(self, phase: str, report: RoundReport | PhaseParts | None) -> None:
         """Hear that a phase begins or goes on, of its parts, or of a round; stop where asked to.
@@ -173,12 +175,7 @@ class Session:
                 if asked is not None:  # one that comes meanwhile waits: it is never unset
                     self._stop.signal = asked
                     self._stop.check()
-        if phase in ("inference", "training") and self._compilation is not None:
-            self._beat("compiling")
-            self._progress.update("compiling")
-            if error := self._compilation.exception():
-                warnings.warn(f"A step could not be compiled ahead: {error}", stacklevel=1)
-            self._compilation = None
+        self.wait_for_programs(phase)
         self._beat(phase)
         if report is None:
             self._counts = GenerationCounts()
@@ -319,6 +316,12 @@ class Session:
         """Note that a phase is alive."""
         self._clock.enter(phase)
         self._watchdog.beat(phase)
+
+    def _compiling(self) -> str:
+        """Name the program that compiles now and say how many are left, '' where none does."""
+        name = self._clock.program()
+        left = self.programs.left
+        return f"{name}, {left} programs left" if name and left > 1 else name
 
     def _alive(self) -> None:
         """Note that the phase goes on, waiting for rewards; stop where asked to."""

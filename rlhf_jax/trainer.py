@@ -17,7 +17,7 @@ from rlhf_jax import iteration
 from rlhf_jax.config import host, memory_parts
 from rlhf_jax.config.schema import Config
 from rlhf_jax.evaluation import evaluate
-from rlhf_jax.generation.stage import compile_first_rounds
+from rlhf_jax.generation.stage import begin_selectors, first_programs
 from rlhf_jax.generation.strategy import prior
 from rlhf_jax.inference.scoring import score
 from rlhf_jax.model.decoding import completed, decoding_models
@@ -34,10 +34,11 @@ from rlhf_jax.rewards import callers
 from rlhf_jax.rewards.combination import Reward
 from rlhf_jax.run import Run
 from rlhf_jax.runtime import distributed, to_host
-from rlhf_jax.runtime.compilation import compile_only, configure_jax, shapes
+from rlhf_jax.runtime.compilation import compile_only, configure_jax, shapes, trace_only
 from rlhf_jax.runtime.files import write_atomically
 from rlhf_jax.runtime.foreign import one_line
 from rlhf_jax.runtime.mirror import folder_of, mirrored
+from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.session import Session, preview
 from rlhf_jax.setup.describe import print_setup
 from rlhf_jax.setup.opened import Opened, date_of_run
@@ -99,7 +100,6 @@ def do_run(
             state = session.restore() or session.begin()
             run = session.start(state)
             state = compile_ahead(state, run, session)
-            session.compile_behind(functools.partial(compile_step, state, run))
             while state.step < config.steps and not session.ends:
                 state = measure_if_due(state, run, session)
                 began = time.perf_counter()
@@ -171,12 +171,26 @@ def _keep_prompts(config: Config, prompts: Sequence[str | dict[str, Any]]) -> pa
 
 
 def compile_ahead(state: RunState, run: Run, session: Session) -> RunState:
-    """Compile the rounds that steps begin with, and let selectors begin with what they cost."""
+    """Have a step's programs compiled, and wait for those of generation.
+
+    Selectors begin with what XLA says that rounds cost.
+    """
+    longest = run.source.longest(state.host)
     settings = run.generation
     if settings is None:
+        compile_step(state, run, longest, session)
         return state
     session.observe("compiling", None)
+    before = remembered(state.host)
+    selectors = before.selectors()
     models = decoding_models(state.models, run.frozen, settings.layout)
+    first_samples = longest.mask[:: settings.samples_per_prompt]
+    prompts = first_samples.argmax(axis=1).tolist()
+    programs, analyse = first_programs(models, prompts, settings, looks_back=bool(selectors))
+    for program in programs:
+        session.programs.add(program, "generation")
+    compile_step(state, run, longest, session)
+    session.wait_for_programs("generation")
     configs = ModelConfigs(models[0].config, models[1] and models[1].config)
     decoding = settings.decoding
     costs = functools.partial(
@@ -187,14 +201,12 @@ def compile_ahead(state: RunState, run: Run, session: Session) -> RunState:
         rows=decoding.max_rows,
         slots=decoding.max_length,
     )
-    before = remembered(state.host)
-    selectors = compile_first_rounds(models, before.selectors(), settings, costs)
-    after = before.with_selectors(selectors)
+    after = before.with_selectors(begin_selectors(selectors, settings, analyse, costs))
     return state._replace(host=dataclasses.replace(state.host, generation=after))
 
 
-def compile_step(state: RunState, run: Run) -> None:
-    """Compile inference and training of the next step, for samples as long as they may be.
+def compile_step(state: RunState, run: Run, longest: Sequences, session: Session) -> None:
+    """Have inference and training of samples compiled that are as long as they may be.
 
     Nothing is run but the advantages. Shorter samples may need programs of other sizes.
     """
@@ -203,10 +215,15 @@ def compile_step(state: RunState, run: Run) -> None:
     # Weights that go elsewhere stay where they are: only shapes do.
     models: Models = shapes(state.models)
     scorers = shapes(run.scoring.models_of(models, run.frozen))
-    longest = run.source.longest(state.host)
-    scored, _ = score(longest, scorers, run.scoring, execute=compile_only)
-    batch, _ = prepare(scored, 0.0, run.config)
-    compile_update(models, batch, run.learners, state.step)
+    score_longest = functools.partial(score, longest, scorers, run.scoring)
+
+    def compile_training() -> None:
+        scored, _ = score_longest(execute=trace_only)
+        batch, _ = prepare(scored, 0.0, run.config)
+        compile_update(models, batch, run.learners, state.step)
+
+    session.programs.add(functools.partial(score_longest, execute=compile_only), "inference")
+    session.programs.add(compile_training, "training")
 
 
 def measure_if_due(state: RunState, run: Run, session: Session, last: bool = False) -> RunState:

@@ -29,6 +29,7 @@ from rlhf_jax.generation.strategy.choice import Choice
 from rlhf_jax.generation.strategy.predict import Situation
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.mesh import ONE_DEVICE, Layout, make_mesh, model_shardings
+from rlhf_jax.runtime.compilation import Programs
 
 NAMES = (
     "plain",
@@ -207,7 +208,7 @@ def test_a_switch_compiles_nothing(target, drafter, earlier, meshed, compilation
         layout = Layout(make_mesh(1, -1, 1, jax.devices()[:2]), "generation")
         target, drafter = (jax.device_put(m, model_shardings(m, layout)) for m in (target, drafter))
     how = decoding(max_length=72, min_rows=8, history=0)
-    compiler = BackgroundCompiler()
+    compiler = BackgroundCompiler(Programs())
     names = "plain", "lookup-chain-6", "replay-chain-8", "model-chain-3", "replay-chain-8-packed-3"
     turns = list(map(NAMES.index, names))
 
@@ -223,12 +224,12 @@ def test_a_switch_compiles_nothing(target, drafter, earlier, meshed, compilation
     while not all(compiler.ready(STRATEGIES[turn], 8, how, layout) for turn in turns):
         assert time.monotonic() < deadline, "never compiled"
         play(selector=first)
-        while compiler.busy and time.monotonic() < deadline:
+        while compiler.programs.left and time.monotonic() < deadline:
             time.sleep(0.01)
     assert not all(ready for _, ready, _ in first.asked)
     with compilations() as seen:
         play(selector=again)
-    compiler.close()
+    compiler.programs.close()
     assert not seen
     assert all(ready for _, ready, _ in again.asked) and len(again.asked) > 2 * len(turns)
 
@@ -236,7 +237,7 @@ def test_a_switch_compiles_nothing(target, drafter, earlier, meshed, compilation
 def test_a_strategy_that_cannot_be_compiled_is_left_out(target, monkeypatch):
     """It is said once, told to the selector, and the run goes on without it."""
     chooser = Chooser(lambda situation: 1)
-    compiler = BackgroundCompiler()
+    compiler = BackgroundCompiler(Programs())
     real = precompile.compile_only
 
     def fail(*arguments, **options):

@@ -1,5 +1,6 @@
 """Files, progress and tables of a run."""
 
+import concurrent.futures
 import io
 import json
 import os
@@ -349,21 +350,38 @@ def test_before_and_after_are_of_what_both_evaluations_have(tmp_path):
 
 
 def test_the_seconds_of_phases_are_summed_and_compilations_heard(monkeypatch):
+    """Seconds in which two threads compile count once, and in the phase in which they pass."""
     now = [0.0]
     monkeypatch.setattr(phases.time, "perf_counter", lambda: now[0])
+
+    def compile_until(end: float) -> None:
+        jax.monitoring.record_scalar(phases.COMPILATION, now[0], fun_name="jit(beside)")
+        now[0] = end
+        jax.monitoring.record_event_duration_secs(phases.COMPILATION, 1.0)
+
+    def compile_beside(end: float) -> None:
+        with concurrent.futures.ThreadPoolExecutor(1) as worker:
+            worker.submit(compile_until, end).result()
+
     with phases.PhaseClock("starting") as clock:
-        now[0] = 2.0
+        now[0] = 1.5
+        compile_beside(2.0)
+        jax.monitoring.record_scalar(phases.COMPILATION, now[0])
+        now[0] = 3.0
         clock.enter("training")
+        compile_beside(4.0)
+        now[0] = 5.0
         jax.monitoring.record_event_duration_secs(phases.COMPILATION, 1.5)
-        now[0] = 8.0
-        clock.enter("starting")
         now[0] = 9.0
-    jax.monitoring.record_event_duration_secs(phases.COMPILATION, 1.5)
-    assert clock.seconds() == [("training", 6.0, 1.5), ("starting", 3.0, 0.0)]
+        clock.enter("starting")
+        now[0] = 10.0
+    jax.monitoring.record_scalar(phases.COMPILATION, now[0])
+    assert clock.program() == ""
+    assert clock.seconds() == [("training", 6.0, 2.0), ("starting", 4.0, 1.5)]
     console = screen()
     consoles.where_time_went([*clock.seconds(), phases.PhaseSeconds("saving", 0.01, 0.0)], console)
     shown = console.export_text()
-    assert "67%" in shown and "in all" in shown and "saving" not in shown
+    assert "60%" in shown and "in all" in shown and "saving" not in shown
 
 
 def test_before_and_after_may_have_nothing_in_common(tmp_path):

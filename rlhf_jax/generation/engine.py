@@ -6,13 +6,8 @@ rounds, and moves samples between slices where a policy says so; their text depe
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import numpy as np
-
-from rlhf_jax.generation import precompile
-from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.generation.assignment import (
     STATIC,
     AssignmentPolicy,
@@ -39,21 +34,14 @@ from rlhf_jax.generation.rounds import (
     slices_as_ready,
     slices_in_turn,
 )
-from rlhf_jax.generation.scheduler import (
-    SliceBatch,
-    begin_slices,
-    refill,
-    release_finished,
-    row_bucket,
-    sibling_rows,
-)
-from rlhf_jax.generation.speculative.round import ModelPair, speculative_round
+from rlhf_jax.generation.scheduler import SliceBatch, begin_slices, refill, release_finished
+from rlhf_jax.generation.speculative.round import ModelPair
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.mesh import ONE_DEVICE, Layout
 from rlhf_jax.runtime.slice_groups import SliceGroup, slice_group_of
 from rlhf_jax.types import Model
 
-__all__ = ["IdleWork", "generate", "warm_up"]
+__all__ = ["IdleWork", "generate"]
 
 
 def generate(
@@ -181,43 +169,3 @@ def _finish(
         release_finished(slices, ended, state.samples, decoding=state.run.decoding)
         yield from ended
         observe(report)
-
-
-def warm_up(
-    target: Model,
-    drafter: Model | None,
-    samples: int,
-    decoding: GenerationConfig,
-    layout: Layout = ONE_DEVICE,
-    look: bool = False,
-) -> Mapping[str, float]:
-    """Compile the first strategy's rounds of `samples` samples, for all rows they may shrink to.
-
-    `look` is for a selector, which wants to know how its drafters would do, and what XLA says that
-    a plain round of the most rows does: that is returned, "flops" and "bytes accessed".
-    """
-    slices = begin_slices((target, drafter), samples, decoding, layout=layout)
-    first = slices[0]
-    costs = {}
-    if look:
-        costs = precompile.analysis(first.state, first.models[0], decoding, layout=first.layout)
-    for batch in slices:
-        state = batch.state
-        rows = len(batch.rows)
-        while True:
-            state, *_ = speculative_round(
-                operator.call,
-                state,
-                batch.models,
-                decoding.strategies[0],
-                sibling_rows([None] * rows, decoding),
-                decoding,
-                layout=batch.layout,
-                looks_back=look,
-            )
-            fewer = row_bucket(rows // 2, rows, decoding, layout=batch.layout)
-            if fewer == rows:
-                break
-            rows = fewer
-            state = row_verbs.resize(state, np.arange(rows, dtype=np.int32), batch.layout)
-    return costs

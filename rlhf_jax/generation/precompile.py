@@ -1,19 +1,21 @@
-"""Run the device's part of a round, or compile it on a thread of its own before it is needed."""
+"""Compile the programs of decoding before they are needed."""
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+import jax
 import numpy as np
 
+from rlhf_jax.generation import rows as row_verbs
+from rlhf_jax.generation import scheduler
 from rlhf_jax.generation.requests import GenerationConfig
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.round import ModelPair, run_round, speculative_round
-from rlhf_jax.mesh import ONE_DEVICE, Layout
-from rlhf_jax.runtime.compilation import compile_only, shapes
+from rlhf_jax.mesh import ONE_DEVICE, Layout, place_rows
+from rlhf_jax.runtime.compilation import Programs, compile_only, shapes
 from rlhf_jax.types import DecodeState, Model, Strategy
 
 # Nodes that a device verifies in one call at most, where a strategy is chosen: their logits exist,
@@ -21,6 +23,84 @@ from rlhf_jax.types import DecodeState, Model, Strategy
 VERIFIED = 1024
 
 RoundKey = tuple[Strategy, int, GenerationConfig, Layout]  # what a round's programs depend on
+
+
+def first_programs(
+    models: ModelPair,
+    samples: int,
+    prompts: Sequence[int],
+    decoding: GenerationConfig,
+    layout: Layout = ONE_DEVICE,
+    looks_back: bool = False,
+) -> tuple[list[Callable[[], object]], Callable[[], Mapping[str, float]]]:
+    """Return what compiles the programs with which so many samples are decoded, the first in front.
+
+    They are rounds of the first strategy, for all rows that a slice may shrink to, and what begins
+    and ends rows. prompts: tokens of each. `looks_back` is for a selector, which wants to know how
+    its drafters would do, and the `analysis` of a round of the most rows: that is returned, too.
+    """
+    begin = []
+    shrink = []
+    batches = scheduler.begin_slices(models, samples, decoding, layout=layout)
+    for batch in batches:
+        own = shapes(batch.models)
+        sizes = scheduler.row_sizes(len(batch.rows), decoding, batch.layout)
+        states = [shapes(batch.state, rows) for rows in sizes]
+        rounds = [
+            functools.partial(
+                speculative_round,
+                compile_only,
+                state,
+                own,
+                decoding.strategies[0],
+                scheduler.sibling_rows([None] * rows, decoding),
+                decoding,
+                layout=batch.layout,
+                looks_back=looks_back,
+            )
+            for rows, state in zip(sizes, states, strict=True)
+        ]
+        admission = (states[0], own, prompts, decoding, batch.layout)
+        begin += [rounds[0], functools.partial(_compile_admission, *admission)]
+        shrink += rounds[1:]
+        for state, rows in zip(states, sizes[1:], strict=False):
+            shrink.append(functools.partial(_compile_shrinking, state, rows, batch.layout))
+    most = shapes(batches[0].state)
+    analyse = functools.partial(analysis, most, batches[0].models[0], decoding, batches[0].layout)
+    return begin + shrink, analyse
+
+
+def _compile_admission(
+    state: DecodeState,
+    models: ModelPair,
+    prompts: Sequence[int],
+    decoding: GenerationConfig,
+    layout: Layout,
+) -> None:
+    """Compile what begins rows: prompts of so many tokens are prefilled, and admitted."""
+    shape = scheduler.prefill_shape(prompts, decoding, layout)
+    placed = place_rows((np.zeros(shape, np.int32), np.ones(shape[0], np.int32)), layout)
+    prefix = compile_only(row_verbs.prefill, *models, *placed, layout=layout)
+    admission = row_verbs.Admission(**row_verbs.no_admission(state, scheduler.ADMITTED))
+    compile_only(row_verbs.admit, state, prefix, admission, layout=layout)
+    _compile_remembering(state, layout)
+
+
+def _compile_shrinking(state: DecodeState, rows: int, layout: Layout) -> None:
+    """Compile what keeps so many rows of a state, and what they then remember."""
+    kept = np.arange(rows, dtype=np.int32)
+    fewer = jax.tree.map(
+        lambda leaf: compile_only(row_verbs.take, leaf, kept, layout=layout), state
+    )
+    _compile_remembering(fewer, layout)
+
+
+def _compile_remembering(state: DecodeState, layout: Layout) -> None:
+    """Compile what lets rows read texts that have ended, where they read any."""
+    if state.history.size:
+        told = row_verbs.no_admission(state, scheduler.ADMITTED)
+        given = (state.history, told["row"], told["history"])
+        compile_only(row_verbs.overwrite, *given, layout=layout)
 
 
 def analysis(
@@ -39,21 +119,19 @@ def analysis(
         truncation=decoding.sampling.truncation,
         stop_tokens=decoding.stop_tokens,
         rule=decoding.acceptance,
+        verified=0,
         layout=layout,
     )
     return lowered.compile().cost_analysis() or {}
 
 
 class BackgroundCompiler:
-    """Compile rounds before they are needed, one at a time, on a thread of its own."""
+    """Compile rounds before they are needed, one at a time, once nothing else is compiled."""
 
-    def __init__(self):
-        self._worker = concurrent.futures.ThreadPoolExecutor(1, "compiling")
+    def __init__(self, programs: Programs):
+        self.programs = programs
         self._compiled: set[RoundKey] = set()
         self._failed: set[RoundKey] = set()
-        # compilations begun and ended: equal at two times if there was none between
-        self.events: int = 0
-        self.busy: bool = False
 
     def ready(
         self, strategy: Strategy, rows: int, decoding: GenerationConfig, layout: Layout
@@ -79,7 +157,7 @@ class BackgroundCompiler:
         """Say whether a round is to be compiled, and may be now: nothing else is being compiled."""
         key = _round_key(strategy, rows, decoding, layout=layout)
         known = not strategy.parents or key in self._compiled or key in self._failed
-        return not self.busy and not known
+        return not self.programs.left and not known
 
     def submit(
         self,
@@ -93,8 +171,6 @@ class BackgroundCompiler:
     ) -> None:
         """Have a round of so many rows compiled, for a state like `state` but for its rows."""
         key = _round_key(strategy, rows, decoding, layout=layout)
-        self.events = self.events + 1
-        self.busy = True
         compile_round = functools.partial(
             speculative_round,
             compile_only,
@@ -118,17 +194,8 @@ class BackgroundCompiler:
                     f"A drafting strategy could not be compiled and is left out: {error}",
                     stacklevel=1,
                 )
-            self.events += 1
-            self.busy = False
 
-        self._worker.submit(compile_on_thread)
-
-    def close(self) -> None:
-        """Compile nothing more.
-
-        What is being compiled holds up the process's end, and nothing before it.
-        """
-        self._worker.shutdown(wait=False, cancel_futures=True)
+        self.programs.add(compile_on_thread)
 
 
 def _round_key(

@@ -92,7 +92,7 @@ def dispatch_round(batch: SliceBatch, drains: bool, run: GenerationRun) -> None:
         )
 
     follows = bool(batch.in_flight) and not is_ready(batch.in_flight[-1].words)
-    compilations = run.compiler.events if run.compiler else 0
+    compilations = run.compiler.programs.events if run.compiler else 0
     dispatched = time.perf_counter()
     undisturbed = batch.state is batch.state_after_round
     batch.state, results, words = speculative_round(
@@ -213,8 +213,8 @@ def receive_next(batch: SliceBatch, run: GenerationRun) -> Iterator[RoundResult]
 
     began = batch.received if sent.follows else sent.dispatched
     batch.received = time.perf_counter() if waited else None
-    compiler = run.compiler
-    quiet = compiler is None or not (compiler.busy or compiler.events != sent.compilations)
+    programs = run.compiler and run.compiler.programs
+    quiet = programs is None or not (programs.left or programs.events != sent.compilations)
     seconds = None
     if sent.undisturbed and quiet and began is not None and batch.received is not None:
         seconds = batch.received - began

@@ -12,6 +12,7 @@ from typing import TypeVar
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from rlhf_jax.mesh import ONE_DEVICE, Layout, pin_rows
@@ -46,6 +47,19 @@ class Admission:
     temperature: Array  # [R] float32
     history: Array  # [R, E] int32
     earlier: Array  # [R, T or 0] int32
+
+
+def no_admission(state: DecodeState, size: int) -> dict[str, np.ndarray]:
+    """Return the fields of an admission of `size` samples that begins none, to be filled."""
+    return {
+        "source": np.zeros(size, np.int32),
+        "row": np.full(size, len(state.done), np.int32),
+        "limit": np.ones(size, np.int32),
+        "key": np.zeros((size, 2), np.uint32),
+        "temperature": np.ones(size, np.float32),
+        "history": np.full((size, state.history.shape[1]), -1, np.int32),
+        "earlier": np.full((size, state.earlier.shape[1]), -1, np.int32),
+    }
 
 
 @functools.partial(jax.jit, static_argnums=range(7))
@@ -101,12 +115,10 @@ def resize(state: DecodeState, rows: Array, layout: Layout = ONE_DEVICE) -> Deco
     return jax.tree.map(move, state)
 
 
-@functools.partial(jax.jit, static_argnames=("layout",), donate_argnames=("state",))
 def retire(state: DecodeState, rows: Array, layout: Layout = ONE_DEVICE) -> DecodeState:
-    """Make rows [R] int32 idle; a row past the end is dropped. `state` is donated."""
-    return pin_rows(
-        dataclasses.replace(state, done=state.done.at[rows].set(True, mode="drop")), layout
-    )
+    """Make rows [R] int32 idle; a row past the end is dropped. `state` is used up."""
+    done = overwrite(state.done, rows, np.ones(len(rows), bool), layout=layout)
+    return dataclasses.replace(state, done=done)
 
 
 @functools.partial(jax.jit, static_argnames=("layout",))
@@ -162,13 +174,21 @@ def admit(
     return pin_rows(new, layout)
 
 
-@functools.partial(jax.jit, static_argnames=("layout",), donate_argnames=("state",))
 def remember(
     state: DecodeState, rows: Array, history: Array, layout: Layout = ONE_DEVICE
 ) -> DecodeState:
     """Replace the history [R, E] int32 of rows [R] int32; a row past the end is dropped.
 
-    `state` is donated.
+    `state` is used up.
     """
-    new = state.history.at[rows].set(history, mode="drop")
-    return pin_rows(dataclasses.replace(state, history=new), layout)
+    history = overwrite(state.history, rows, history, layout=layout)
+    return dataclasses.replace(state, history=history)
+
+
+@functools.partial(jax.jit, static_argnames=("layout",), donate_argnames=("leaf",))
+def overwrite(leaf: Array, rows: Array, new: Array, layout: Layout = ONE_DEVICE) -> jax.Array:
+    """Replace rows [R] int32 of one leaf by `new` [R, ...]; one past the end is dropped.
+
+    A program of the whole state would take ten times as long to compile. `leaf` is donated.
+    """
+    return pin_rows(jnp.asarray(leaf).at[rows].set(new, mode="drop"), layout)

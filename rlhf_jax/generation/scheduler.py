@@ -165,6 +165,14 @@ def row_bucket(live: int, most: int, decoding: GenerationConfig, layout: Layout)
     return size
 
 
+def row_sizes(rows: int, decoding: GenerationConfig, layout: Layout) -> list[int]:
+    """Return the numbers of rows that a slice of so many shrinks to, halved each time."""
+    sizes = [rows]
+    while (fewer := row_bucket(sizes[-1] // 2, sizes[-1], decoding, layout)) < sizes[-1]:
+        sizes.append(fewer)
+    return sizes
+
+
 def begin_slices(
     models: ModelPair, samples: int, decoding: GenerationConfig, layout: Layout
 ) -> list[SliceBatch]:
@@ -226,6 +234,15 @@ def refill(batch: SliceBatch, decoding: GenerationConfig, reallocates: bool, dra
         resize(batch, batch.count_live(), decoding)
 
 
+def prefill_shape(
+    prompts: Sequence[int], decoding: GenerationConfig, layout: Layout
+) -> tuple[int, int]:
+    """Return the shape in which the first of some prompts are prefilled, told by length."""
+    lengths = prompts[:PREFILLED]
+    rows = shared(1 << (len(lengths) - 1).bit_length(), layout)
+    return rows, prompt_width(max(lengths), decoding.max_length)
+
+
 def _prefill(batch: SliceBatch, decoding: GenerationConfig) -> None:
     """Prefill the next prompts of the queue, each once for all of its samples in a row."""
     groups: list[list[Sample]] = []
@@ -238,10 +255,9 @@ def _prefill(batch: SliceBatch, decoding: GenerationConfig) -> None:
         groups[-1].append(batch.queue.popleft())
 
     prompts = [group[0].prompt for group in groups]
-    rows = shared(1 << (len(prompts) - 1).bit_length(), batch.layout)
-    width = prompt_width(max(map(len, prompts)), decoding.max_length)
-    tokens = np.zeros((rows, width), np.int32)
-    length = np.ones(rows, np.int32)
+    shape = prefill_shape([*map(len, prompts)], decoding, batch.layout)
+    tokens = np.zeros(shape, np.int32)
+    length = np.ones(shape[0], np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
         length[row] = len(prompt)
@@ -259,33 +275,25 @@ def _admit(
     decoding: GenerationConfig,
 ) -> None:
     """Begin samples, each in the row given with it; `prefix` holds all of their prompts."""
-    earlier_slots = batch.state.earlier.shape[1]
-    source = np.zeros(ADMITTED, np.int32)
-    row = np.full(ADMITTED, len(batch.rows), np.int32)
-    limit = np.ones(ADMITTED, np.int32)
-    key = np.zeros((ADMITTED, 2), np.uint32)
-    temperature = np.ones(ADMITTED, np.float32)
-    history = np.full((ADMITTED, decoding.history), -1, np.int32)
-    earlier = np.full((ADMITTED, earlier_slots), -1, np.int32)
+    new = row_verbs.no_admission(batch.state, ADMITTED)
+    slots = new["earlier"].shape[1]
     for i, (place, waiting) in enumerate(admitted):
         sample = waiting.sample
         batch.rows[place] = sample
-        source[i] = waiting.source
-        row[i] = place
-        limit[i] = sample.limit
-        key[i] = (decoding.seed, sample.sample_id)
-        temperature[i] = decoding.temperature_of(sample.request)
-        history[i] = known_texts(sample, batch.ended_texts, decoding.history)
+        new["source"][i] = waiting.source
+        new["row"][i] = place
+        new["limit"][i] = sample.limit
+        new["key"][i] = (decoding.seed, sample.sample_id)
+        new["temperature"][i] = decoding.temperature_of(sample.request)
+        new["history"][i] = known_texts(sample, batch.ended_texts, decoding.history)
         text = sample.request.earlier.get(sample.sample_id)
-        if text is not None and earlier_slots:
-            aligned = np.concatenate([sample.prompt, text])[:earlier_slots]
-            earlier[i, : len(aligned)] = aligned
+        if text is not None and slots:
+            aligned = np.concatenate([sample.prompt, text])[:slots]
+            new["earlier"][i, : len(aligned)] = aligned
             sample.confidence = {
                 one.name: one.first_confidence for one in decoding.drafters if one.needs_earlier
             }
-    admission = Admission(
-        source, row, limit, key=key, temperature=temperature, history=history, earlier=earlier
-    )
+    admission = Admission(**new)
     batch.state = row_verbs.admit(batch.state, prefix, admission, layout=batch.layout)
 
 

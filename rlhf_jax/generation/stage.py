@@ -12,8 +12,9 @@ from typing import TypeVar
 import numpy as np
 
 from rlhf_jax import mesh as meshes
+from rlhf_jax.generation import precompile
 from rlhf_jax.generation.assignment import AssignmentPolicy
-from rlhf_jax.generation.engine import IdleWork, generate, warm_up
+from rlhf_jax.generation.engine import IdleWork, generate
 from rlhf_jax.generation.precompile import BackgroundCompiler
 from rlhf_jax.generation.requests import (
     GenerationConfig,
@@ -266,25 +267,34 @@ def read_texts(
     return teacher.as_observations(rank, confidence, mask, np.array(seen))
 
 
-def compile_first_rounds(
-    models: ModelPair,
+def first_programs(
+    models: ModelPair, prompts: Sequence[int], settings: GenerationSettings, looks_back: bool
+) -> tuple[list[Callable[[], object]], Callable[[], Mapping[str, float]]]:
+    """Return what compiles the programs that a step begins with here, and what analyses a round.
+
+    prompts: tokens of each of a step's. See `precompile.first_programs`.
+    """
+    group = slice_group_of(settings.layout)
+    if not group.ranks:
+        return [], dict
+    own = prompts if settings.plan_reallocation else group.share(prompts)
+    samples = len(own) * settings.samples_per_prompt
+    return precompile.first_programs(
+        models, samples, own, settings.decoding, settings.layout, looks_back
+    )
+
+
+def begin_selectors(
     selectors: Sequence[Selector],
     settings: GenerationSettings,
+    analyse: Callable[[], Mapping[str, float]],
     costs: Callable[[Mapping[str, float]], Costs],
 ) -> list[Selector]:
-    """Compile the rounds that a step begins with, for every number of rows they may shrink to.
+    """Return selectors with the costs that they begin with, unless they have measured some.
 
-    Returns the selectors with the costs that they begin with: `costs` of what XLA says of a plain
-    round ("flops", "bytes accessed"), unless a selector has measured some for these models.
+    costs: of what XLA says of a plain round ("flops", "bytes accessed"), as `analyse` returns it.
     """
-    prompts = range(settings.prompts_per_step)
-    dealt = settings.plan_reallocation is None
-    group = slice_group_of(settings.layout)
-    samples = len(group.share(prompts) if dealt else prompts) * settings.samples_per_prompt
-    work = {}
-    if group.ranks:
-        work = warm_up(*models, samples, settings.decoding, settings.layout, look=bool(selectors))
-    work = from_leader(work, settings)
+    work = from_leader(analyse() if selectors else {}, settings)
     begun = copy.deepcopy(list(selectors))
     for selector in begun:
         selector.begin(costs(work))

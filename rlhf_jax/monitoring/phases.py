@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import re
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax.monitoring
@@ -15,7 +17,7 @@ COMPILATION = "/jax/core/compile/backend_compile_duration"  # jax's name; of the
 
 
 class PhaseSeconds(NamedTuple):
-    """Hold the seconds of one phase, and how long programs were compiled in it or beside it."""
+    """Hold the seconds of one phase, and in how many of them a program or more was compiled."""
 
     phase: str
     seconds: float
@@ -31,7 +33,9 @@ class PhaseClock:
         self._annotation = jax.profiler.TraceAnnotation(phase)
         self._seconds: dict[str, float] = collections.defaultdict(float)
         self._compiling: dict[str, float] = collections.defaultdict(float)
-        self._programs: list[str] = []  # that compile now, on any thread
+        self._programs: dict[int, str] = {}  # what compiles now, by thread
+        self._compiled: float = 0.0  # until when the seconds that compiled are counted
+        self._lock = threading.Lock()
 
     def __enter__(self) -> PhaseClock:
         jax.monitoring.register_event_duration_secs_listener(self._hear)
@@ -48,6 +52,8 @@ class PhaseClock:
         """Begin a phase, or go on with the same; a profile names it."""
         now = time.perf_counter()
         self._seconds[self.phase] += now - self._since
+        with self._lock:
+            self._count_compiling(now)
         if phase != self.phase:
             self._annotation.__exit__(None, None, None)
             self._annotation = jax.profiler.TraceAnnotation(phase)
@@ -66,23 +72,27 @@ class PhaseClock:
 
     def program(self) -> str:
         """Return the name of a program that compiles now, '' where none does."""
-        return self._programs[-1] if self._programs else ""
+        return next(reversed(list(self._programs.values())), "")
 
     def _hear_begin(self, event: str, value: float | int, **told: Any) -> None:
         if event == COMPILATION:
-            self._programs.append(_name(told))
+            with self._lock:
+                self._count_compiling(time.perf_counter())
+                # of jit(update) it is update; one that failed here never told its end
+                name = re.sub(r"^jit\((.*)\)$", r"\1", str(told.get("fun_name", "a program")))
+                self._programs[threading.get_ident()] = name
 
     def _hear(self, event: str, duration_secs: float, **told: Any) -> None:
         if event == COMPILATION:
-            self._compiling[self.phase] += duration_secs
-            with contextlib.suppress(ValueError):  # it began before this clock listened
-                self._programs.remove(_name(told))
+            with self._lock:
+                self._count_compiling(time.perf_counter())
+                self._programs.pop(threading.get_ident(), None)
 
-
-def _name(told: Mapping[str, Any]) -> str:
-    """Return the name of the program that jax tells of: of jit(update) it is update."""
-    name = str(told.get("fun_name", "a program"))
-    return name.removeprefix("jit(").removesuffix(")") if name.startswith("jit(") else name
+    def _count_compiling(self, now: float) -> None:
+        """Count the seconds since it was last called, where programs were compiled meanwhile."""
+        if self._programs:
+            self._compiling[self.phase] += now - self._compiled
+        self._compiled = now
 
 
 @contextlib.contextmanager

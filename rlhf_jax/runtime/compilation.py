@@ -6,7 +6,9 @@ The code of a run describes its programs once: it gives each to an `Execute` wit
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,62 @@ def compile_only(function: jax.stages.Wrapped, *arguments: Any, **options: Any) 
         return jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=place if held else None)
 
     return jax.tree.map(shape, lowered.out_info, places)
+
+
+def trace_only(function: Any, *arguments: Any, **options: Any) -> Any:
+    """Return the results of a jitted function as shapes, held to no place."""
+    return function.eval_shape(*arguments, **options)
+
+
+class Programs:
+    """Compile programs beside the run, on as many threads as the machine has cores.
+
+    They are begun in the order in which they are given. Each is needed by a phase, which waits for
+    all of its own. What goes wrong goes wrong in the phase, too, which tells it better.
+    """
+
+    def __init__(self):
+        self._workers = concurrent.futures.ThreadPoolExecutor(os.cpu_count(), "compiling")
+        self._given: list[concurrent.futures.Future] = []
+        self._needed: dict[str, list[concurrent.futures.Future]] = {}
+
+    @property
+    def left(self) -> int:
+        """Count those that are not compiled yet."""
+        return sum(not one.done() for one in self._given)
+
+    @property
+    def events(self) -> int:
+        """Count those given and those compiled: at two times it is one if nothing compiled between.
+
+        Something may compile at both: see `left`.
+        """
+        return 2 * len(self._given) - self.left
+
+    def add(self, compile_one: Callable[[], Any], phase: str = "") -> None:
+        """Have a program compiled; phase: that which needs it, if one is to wait for it."""
+        self._given.append(self._workers.submit(compile_one))
+        self._needed.setdefault(phase, []).append(self._given[-1])
+
+    def waits(self, phase: str) -> bool:
+        """Say whether a phase needs programs that it has not waited for."""
+        return phase in self._needed
+
+    def wait(self, phase: str, heard: Callable[[], None]) -> None:
+        """Wait for the programs that a phase needs; `heard` is called after each."""
+        for one in concurrent.futures.as_completed(self._needed.get(phase, ())):
+            heard()
+            if error := one.exception():
+                told = f"A program of {phase} could not be compiled ahead: {error}"
+                warnings.warn(told, stacklevel=1)
+        self._needed.pop(phase, None)
+
+    def close(self) -> None:
+        """Compile nothing more.
+
+        What is being compiled holds up the process's end, and nothing before it.
+        """
+        self._workers.shutdown(wait=False, cancel_futures=True)
 
 
 def zeros(tree: Any) -> Any:

@@ -20,6 +20,7 @@ from rlhf_jax.rewards.samples import Rewards, penalise_and_clip
 from rlhf_jax.rewards.sharing import shared_out
 from rlhf_jax.rewards.sources import source_of
 from rlhf_jax.run import EvaluationSettings, Run
+from rlhf_jax.runtime.compilation import Programs
 from rlhf_jax.setup import settings
 from rlhf_jax.setup.models import frozen_models, load_idle
 from rlhf_jax.setup.opened import Opened
@@ -33,11 +34,16 @@ EVALUATION_SEED = 1 << 31
 
 
 def make_run(
-    opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], None], remat: bool
+    opened: Opened,
+    stack: contextlib.ExitStack,
+    alive: Callable[[], None],
+    programs: Programs,
+    remat: bool,
 ) -> Run:
     """Load the models that are not trained, start the rewards, and settle all that stays the same.
 
-    remat: what the run began with. The stack ends the reward's processes; `alive` hears them work.
+    programs: where what is compiled beside the run goes. remat: what the run began with. The stack
+    ends the reward's processes; `alive` hears them work.
     """
     config = opened.config
     frozen = frozen_models(opened)
@@ -51,7 +57,7 @@ def make_run(
         length = derived.text_tokens(config)
         source = GivenSamples(stream, opened.given, length, opened.policy.tokenizer)
     else:
-        generation = settings.generation_settings(opened, stack)
+        generation = settings.generation_settings(opened, programs)
         rewards = _rewards(opened, stack, alive)
         reward_lanes = lanes.of_call.get("reward_inference", ())
         kind = Rollouts

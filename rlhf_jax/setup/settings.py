@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +24,7 @@ from rlhf_jax.mesh import AXES, Layout
 from rlhf_jax.placement.plan import training_layout
 from rlhf_jax.reallocation import planner
 from rlhf_jax.runtime import distributed
+from rlhf_jax.runtime.compilation import Programs
 from rlhf_jax.setup.models import make_optimizers
 from rlhf_jax.setup.opened import Opened
 from rlhf_jax.state import GenerationState, HostState, SpeculationState, remembered
@@ -43,8 +43,8 @@ def batches(opened: Opened) -> Batches:
     return Batches(len(opened.prompts), derived.prompts(config), config.seed)
 
 
-def generation_settings(opened: Opened, stack: contextlib.ExitStack) -> GenerationSettings:
-    """Settle how a run generates; what compiles in the background is ended by the stack.
+def generation_settings(opened: Opened, programs: Programs) -> GenerationSettings:
+    """Settle how a run generates; rounds are compiled among the run's programs.
 
     What is compiled at which time depends on the clock, as does a plan of several processes: a run
     that is to repeat itself does without them.
@@ -54,8 +54,7 @@ def generation_settings(opened: Opened, stack: contextlib.ExitStack) -> Generati
     layout = opened.layouts["generation"]
     compiler = None
     if derived.adaptive(config) and not config.deterministic:
-        compiler = BackgroundCompiler()
-        stack.callback(compiler.close)
+        compiler = BackgroundCompiler(programs)
     scoring_seconds = 0.0
     if generation.fuse_inference:
         # The time in which a slice scores a token under all models.
