@@ -5,6 +5,7 @@ Standard library only. A worker says `{"versions"}` once it stands before its fi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -53,8 +54,9 @@ def cpu_seconds() -> float:
     used = os.times()
     ticks = 0
     for thread in Path("/proc/self/task").iterdir():
-        for child in (thread / "children").read_text().split():
-            fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])
+        with contextlib.suppress(FileNotFoundError):  # a thread or a child that has just ended
+            for child in (thread / "children").read_text().split():
+                fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+                ticks += int(fields[11]) + int(fields[12])
     own = used.user + used.system + used.children_user + used.children_system
     return own + ticks / os.sysconf("SC_CLK_TCK")
