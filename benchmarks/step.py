@@ -186,7 +186,7 @@ def write_inputs(asked: argparse.Namespace, case: Case, folder: Path) -> dict:
     rows = []
     for number in range(64):
         chat, ids = prompt_of(number, case.prompt, tokenizer)
-        rows.append({"prompt": chat, "rendered": tokenizer.decode(ids), "tokens": len(ids)})
+        rows.append({"prompt": chat, "rendered": tokenizer.decode_whole(ids), "tokens": len(ids)})
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(REWARD)
