@@ -152,9 +152,7 @@ class Session:
             self._beat("compiling")
             self._progress.update("compiling")
 
-        if self.programs.waits(phase):
-            show()
-            self.programs.wait(phase, show)
+        self.programs.wait(phase, show)
 
     def observe(self, phase: str, report: RoundReport | PhaseParts | None) -> None:
         """Hear that a phase begins or goes on, of its parts, or of a round; stop where asked to.

@@ -36,10 +36,10 @@ def test_a_phase_waits_for_its_own_programs(monkeypatch):
         programs.add(functools.partial(program, name), "generation")
     assert programs.events != quiet, "something has begun"
     left = []
-    assert programs.waits("generation")
     programs.wait("generation", lambda: left.append(programs.left))
     assert begun == ["gradient", "round", "admit", "narrower"]
-    assert left[-1] == 1 == programs.left and not programs.waits("generation")
+    assert left[-1] == 1 == programs.left
+    programs.wait("generation", pytest.fail)  # they have been waited for
     before = programs.events
     held.set()
     programs.wait("training", lambda: None)

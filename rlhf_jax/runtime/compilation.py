@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -77,39 +78,42 @@ class Programs:
 
     def __init__(self):
         self._workers = concurrent.futures.ThreadPoolExecutor(os.cpu_count(), "compiling")
-        self._given: list[concurrent.futures.Future] = []
         self._needed: dict[str, list[concurrent.futures.Future]] = {}
-
-    @property
-    def left(self) -> int:
-        """Count those that are not compiled yet."""
-        return sum(not one.done() for one in self._given)
-
-    @property
-    def events(self) -> int:
-        """Count those given and those compiled: at two times it is one if nothing compiled between.
-
-        Something may compile at both: see `left`.
-        """
-        return 2 * len(self._given) - self.left
+        self._lock = threading.Lock()
+        self.left: int = 0  # those that are not compiled yet
+        # compilations given and ended: equal at two times if there was none between
+        self.events: int = 0
 
     def add(self, compile_one: Callable[[], Any], phase: str = "") -> None:
         """Have a program compiled; phase: that which needs it, if one is to wait for it."""
-        self._given.append(self._workers.submit(compile_one))
-        self._needed.setdefault(phase, []).append(self._given[-1])
+        self._count(1)
 
-    def waits(self, phase: str) -> bool:
-        """Say whether a phase needs programs that it has not waited for."""
-        return phase in self._needed
+        def compile_counted() -> None:
+            try:
+                compile_one()
+            finally:
+                self._count(-1)
+
+        future = self._workers.submit(compile_counted)
+        if phase:
+            self._needed.setdefault(phase, []).append(future)
 
     def wait(self, phase: str, heard: Callable[[], None]) -> None:
-        """Wait for the programs that a phase needs; `heard` is called after each."""
-        for one in concurrent.futures.as_completed(self._needed.get(phase, ())):
+        """Wait for the programs that a phase needs; `heard` is called before and after each."""
+        needed = self._needed.pop(phase, [])
+        if needed:
+            heard()
+        for one in concurrent.futures.as_completed(needed):
             heard()
             if error := one.exception():
                 told = f"A program of {phase} could not be compiled ahead: {error}"
                 warnings.warn(told, stacklevel=1)
-        self._needed.pop(phase, None)
+
+    def _count(self, more: int) -> None:
+        """Count an event, after which so many more are left."""
+        with self._lock:
+            self.left += more
+            self.events += 1
 
     def close(self) -> None:
         """Compile nothing more.
