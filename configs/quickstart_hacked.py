@@ -1,4 +1,4 @@
-"""The quickstart with its sentiment alone as the reward: what reward hacking looks like.
+"""Kind sentences with their sentiment alone as the reward: what reward hacking looks like.
 
     pip install -e ".[quickstart]" && python launch/train.py --config configs/quickstart_hacked.py
 
@@ -13,8 +13,8 @@ from rlhf_jax.config.command_line import load
 
 
 def get_config():
-    """The quickstart's config, with less to earn and less to pay."""
-    config = load(str(Path(__file__).with_name("quickstart.py")))
+    """The config of kind sentences, with less to earn and less to pay."""
+    config = load(str(Path(__file__).with_name("kind_sentences.py")))
     config.workdir = "runs/quickstart_hacked"
     config.steps = 18
     config.reward.functions = ("configs/rewards/sentiment.py:vader",)

@@ -106,7 +106,7 @@ def choose(
                 f" timed on {device.device_kind}"
             )
         names[kernel] = name
-        reasons[kernel] = f"{name}: {why}"
+        reasons[kernel] = f"{'plain JAX' if name == 'reference' else name}: {why}"
     return Kernels(**names), reasons
 
 
@@ -119,7 +119,7 @@ def names_on(kernel: str, platform: str) -> set[str]:
 def _lacking(kernel: str, device: Device, itemsize: int, models: Sequence[Shape]) -> str | None:
     """Say why a device has no such kernel for these models, or None where it has."""
     if device.platform not in PLATFORMS:
-        return f"there is no such kernel for {device.platform}"
+        return f"there is no kernel of its own for a {device.platform}"
     if device.platform != "gpu":
         return None
     if int(float(getattr(device, "compute_capability", 0) or 0)) != HOPPER:

@@ -14,6 +14,7 @@ from rlhf_jax.generation.requests import GenerationCounts, RoundReport
 from rlhf_jax.generation.stage import StageRecord, by_group, end_stage, generate_samples
 from rlhf_jax.model.decoding import decoding_models
 from rlhf_jax.monitoring.diversity import distinct_pairs
+from rlhf_jax.rewards.combination import Scores, means_of
 from rlhf_jax.rewards.samples import responses_of, table_of
 from rlhf_jax.run import Run
 from rlhf_jax.sources.roll_out import assignment_policy_of
@@ -74,24 +75,29 @@ def evaluate(
 
     rows = np.repeat(np.arange(len(asked.prompts)), asked.samples_per_prompt)
     responses = responses_of(samples, asked.prompts, rows, asked.tokenizer)
-    scores = {name: measure(responses).values for name, measure in asked.measures.items()}
+    scores = {name: measure(responses) for name, measure in asked.measures.items()}
     means = _means(scores)
     ends = [asked.decoding.ended_itself(sample.tokens) for sample in samples]
     means["eval/finished"] = float(np.mean(ends))
     means["eval/distinct_pairs"] = distinct_pairs([one.response for one in responses])
     means["eval/generation/tokens_per_round"] = counts.metrics(0.0)["generation/tokens_per_round"]
-    report = EvaluationReport(means, table_of(responses, next(iter(scores.values()))))
+    report = EvaluationReport(means, table_of(responses, next(iter(scores.values())).values))
     generation = dataclasses.replace(remembered(state.host), evaluated=evaluated)
     host = dataclasses.replace(state.host, generation=generation)
     return state._replace(host=host), report
 
 
-def _means(scores: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Return the mean of each measure, and on how many samples it failed, if on any."""
-    means = {
-        f"eval/{name}": float(np.nanmean(values, dtype=float))
-        for name, values in scores.items()
-        if np.isfinite(values).any()
-    }
-    failed = {f"eval/{name}/failed": int(np.isnan(v).sum()) for name, v in scores.items()}
-    return means | {name: count for name, count in failed.items() if count}
+def _means(scores: Mapping[str, Scores]) -> dict[str, float]:
+    """Return the mean of each measure, of the numbers beside it, and on how many samples it failed.
+
+    A measure that failed on none has no such count.
+    """
+    means = {}
+    for name, found in scores.items():
+        failed = int(np.isnan(found.values).sum())
+        if failed < len(found.values):
+            means[f"eval/{name}"] = float(np.nanmean(found.values, dtype=float))
+        means |= {f"eval/{name}/{key}": one for key, one in means_of(found.numbers).items()}
+        if failed:
+            means[f"eval/{name}/failed"] = failed
+    return means

@@ -171,9 +171,14 @@ def sizes(data: int, fsdp: int, tensor: int, num_devices: int, slices: int = 1) 
     if rest and num_devices % known == 0:
         wanted[rest[0]] = num_devices // known
     elif rest or known != num_devices:
+        hints = (
+            f", as by mesh.{name}=-1"
+            for name in ("fsdp", "data", "slices", "tensor")
+            if -1 not in wanted.values() and num_devices % (known // wanted[name]) == 0
+        )
         raise ValueError(
             f"mesh {text} does not fit {num_devices} devices; choose sizes whose product is"
-            f" {num_devices}."
+            f" {num_devices}{next(hints, '')}."
         )
     return wanted
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from rich.console import Console
 
 from rlhf_jax.config import earlier
@@ -22,21 +21,22 @@ from rlhf_jax.config.schema import flat
 from rlhf_jax.evaluation import EvaluationReport
 from rlhf_jax.generation.requests import GenerationCounts, RoundReport
 from rlhf_jax.monitoring import console, metrics, trace
-from rlhf_jax.monitoring.callbacks import Callback
-from rlhf_jax.monitoring.environment import environment
+from rlhf_jax.monitoring.callbacks import Callback, StopAt
+from rlhf_jax.monitoring.environment import environment, most_memory
 from rlhf_jax.monitoring.parts import PhaseParts
 from rlhf_jax.monitoring.phases import PhaseClock, PhaseSeconds
+from rlhf_jax.monitoring.post_mortem import keep_batch
 from rlhf_jax.monitoring.sending import Sender
 from rlhf_jax.run import Run, StepReport
 from rlhf_jax.runtime import distributed
-from rlhf_jax.runtime.checkpoint.store import Checkpoints, Unsaved, named_leaves
+from rlhf_jax.runtime.checkpoint.store import Checkpoints, Unsaved
 from rlhf_jax.runtime.compilation import Programs
 from rlhf_jax.runtime.files import is_remote
 from rlhf_jax.runtime.signals import Stopped, listen_for_signals
 from rlhf_jax.runtime.slice_groups import slice_group_of
 from rlhf_jax.runtime.watchdog import Watchdog
 from rlhf_jax.setup.models import initial_models, source_shapes
-from rlhf_jax.setup.opened import ENDS, Opened, identity
+from rlhf_jax.setup.opened import ENDS, Opened, check_alike, identity
 from rlhf_jax.setup.run import make_run
 from rlhf_jax.setup.settings import initial_host_state, restored_host_state
 from rlhf_jax.state import RunState
@@ -59,8 +59,10 @@ class Session:
 
     def __init__(self, opened: Opened, callbacks: Sequence[Callback] = ()):
         self.opened = opened
-        self.ends = False  # whether a callback wants the run to end
-        self._callbacks = callbacks
+        self.ends = False  # whether a callback wants the run to end, or its config
+        condition = opened.config.stop_at
+        self._stop_at = [StopAt(condition)] if condition else []
+        self._callbacks = [*callbacks, *self._stop_at]
         self._stack = contextlib.ExitStack()
         self._state: RunState | None = None
         self._sender: Sender | None = None
@@ -69,6 +71,7 @@ class Session:
         self.programs = Programs()  # that compile beside the run
         self._clock = PhaseClock("starting")
         self._phase_start = 0.0
+        self._evaluations = 0
         self._looked = 0.0
         self._profile = contextlib.ExitStack()
         # another process decides what is next on the slice that both share
@@ -117,6 +120,7 @@ class Session:
         )
         self._writer = distributed.run_on_all(lambda: opened() if leads else None)
         self._stack.callback(self._writer.close if self._writer else lambda: None)
+        self.ends = distributed.run_on_leader(self._has_ended)
         shown = Console(quiet=not leads)
         progress = console.Progress(config.steps, state.step, shown, self._compiling)
         self._progress = self._stack.enter_context(progress)
@@ -135,7 +139,7 @@ class Session:
                 config.sinks,
                 self.opened.workdir,
                 flat(config),
-                metrics.read_rows(self.opened.workdir, "evaluations", "metrics"),
+                metrics.read_rows(self.opened.workdir, "evaluations", "metrics", "samples"),
                 self._progress.say,
             )
             self._stack.push(self._end_sinks)
@@ -152,7 +156,9 @@ class Session:
             self._beat("compiling")
             self._progress.update("compiling")
 
+        began = time.perf_counter()
         self.programs.wait(phase, show)
+        self._clock.held_up += time.perf_counter() - began
 
     def observe(self, phase: str, report: RoundReport | PhaseParts | None) -> None:
         """Hear that a phase begins or goes on, of its parts, or of a round; stop where asked to.
@@ -213,6 +219,7 @@ class Session:
         step = state.step - 1
         report.metrics["step"] = step
         report.metrics["step/seconds"] = seconds
+        report.metrics |= most_memory()
 
         def write() -> None:
             if self._writer is None:  # the leader has the files
@@ -222,12 +229,13 @@ class Session:
             self._writer.write_rows("samples", step, report.samples)
             self._writer.write_rows("strategies", step, report.strategies)
             if self._sender:
-                self._sender.add(step, report.metrics)
+                self._sender.add(step, report.metrics, samples=report.samples)
                 kept = self.opened.config.checkpoint.every
                 self._sender.send(self._checkpoints.on_disk() if kept else state.step)
 
         distributed.run_on_all(write)
-        self._progress.finish(report.metrics)
+        compiling = self._clock.take_held_up()
+        self._progress.finish(report.metrics, compiling, self._seconds_beside(state.step))
         if skipped := report.metrics.get("training/skipped"):
             self._progress.say(f"{skipped:.0f} minibatches skipped: a number was not finite")
         self._tell(lambda one: one.after_step(step, report.metrics))
@@ -239,15 +247,25 @@ class Session:
         """Return where the seconds since the beginning went, the longest phase first."""
         return self._clock.seconds()
 
+    def _seconds_beside(self, step: int) -> float:
+        """Return the seconds that the evaluations will take that come after so many steps."""
+        every = self.opened.config.evaluation.every
+        if not self._evaluations:
+            return 0.0
+        spent = {phase.phase: phase.seconds - phase.compiling for phase in self._clock.seconds()}
+        later = -(-self.opened.config.steps // every) - -(-step // every) + 1
+        return later * spent.get("evaluation", 0.0) / self._evaluations
+
     def log_evaluation(self, report: EvaluationReport, step: int) -> None:
         """Write an evaluation down."""
+        self._evaluations += 1
 
         def write() -> None:
             if self._writer is None:
                 return
             self._writer.write_evaluation(step, report.means, report.samples)
             if self._sender:
-                self._sender.add(step, report.means)
+                self._sender.add(step, report.means, held_out=report.samples)
 
         distributed.run_on_all(write)
         self._tell(lambda one: one.after_evaluation(step, report.means))
@@ -256,6 +274,14 @@ class Session:
         """Have each callback hear something; all processes learn whether one wants the end."""
         if self._callbacks:
             self.ends |= distributed.run_on_leader(lambda: any([*map(hear, self._callbacks)]))
+        if self.ends:
+            reason = self.opened.config.stop_at or "a callback asked for it"
+            self._progress.say(f"The run ends here ({reason}).")
+
+    def _has_ended(self) -> bool:
+        """Say whether a run that goes on has already met the condition at which it ends."""
+        rows = metrics.read_rows(self.opened.workdir, "evaluations", "metrics")
+        return any(one.after_step(row["step"], row) for one in self._stop_at for row in rows)
 
     def save(self, state: RunState) -> bool:
         """Save all that the next step depends on, behind the run; say whether that is wanted."""
@@ -290,15 +316,7 @@ class Session:
 
         told = error
         if isinstance(error, NonFiniteStep):
-            # The batch that spoiled the step is kept, an array under each name.
-            path = self.opened.workdir / "post-mortem" / f"step-{state.step:06d}.npz"
-            kept = f"the batch is in {path}"
-            if distributed.leads():
-                try:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    np.savez_compressed(path, **named_leaves(error.batch))
-                except OSError as failure:
-                    kept = f"the batch could not be kept ({failure.strerror or failure})"
+            kept = keep_batch(self.opened.workdir, state.step, error.batch)
             reason = str(error).rstrip(".")
             told = ValueError(f"Step {state.step}: {reason}; {kept}, checkpoints are as they were.")
         whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.models))
@@ -380,17 +398,3 @@ def _checkpoints_of(opened: Opened) -> Checkpoints:
         asked.allow_changes,
         read_identity=earlier.identity,
     )
-
-
-def check_alike(opened: Opened) -> None:
-    """Raise ValueError where a process was given another config, model or data than the leader."""
-    if not distributed.started():
-        return
-    found = distributed.gather(identity(opened) | flat(opened.config))
-    for rank, other in enumerate(found):
-        for key, value in found[0].items():
-            if other.get(key) != value:
-                raise ValueError(
-                    f"{key} is {other.get(key)!r} on rank {rank} and {value!r} on rank 0: give all"
-                    " the same."
-                )

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import json
+import math
 import pathlib
 import time
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ from rlhf_jax.setup.opened import prepare as prepare_run
 from rlhf_jax.state import RunState, remembered
 from rlhf_jax.training.learn import compile_update
 from rlhf_jax.training.prepare import prepare
-from rlhf_jax.types import ModelConfigs, Models
+from rlhf_jax.types import Model, ModelConfigs, Models
 
 
 class Result(NamedTuple):
@@ -55,6 +56,7 @@ class Result(NamedTuple):
     state: RunState
     metrics: list[dict[str, float]]  # a step each, as metrics.jsonl has them
     workdir: pathlib.Path
+    warnings: list[str]  # what should worry who reads it, the gravest first, as in the report
 
 
 def train(
@@ -79,7 +81,8 @@ def train(
     if reward is not None:
         config.reward.functions = (callers.offer(reward, reward_id),)
     state, opened = do_run(config, callbacks, prompts)
-    return Result(state, metrics.read_rows(opened.workdir, "metrics"), opened.workdir)
+    told = distributed.run_on_leader(lambda: warnings(read_run(opened.workdir)))
+    return Result(state, metrics.read_rows(opened.workdir, "metrics"), opened.workdir, told)
 
 
 def do_run(
@@ -231,9 +234,40 @@ def measure_if_due(state: RunState, run: Run, session: Session, last: bool = Fal
     due = last or state.step % max(1, run.config.evaluation.every) == 0
     if run.evaluation is None or not due:
         return state
+    best = _best_so_far(run, session.opened)
     state, report = evaluate(state, run, session.observe)
     session.log_evaluation(report, state.step)
+    measured = report.means.get(run.config.checkpoint.best, -math.inf)
+    if state.step and measured > best:
+        write_model(session.opened, "best", state.models["policy"].weights)
     return state
+
+
+def _best_so_far(run: Run, opened: Opened) -> float:
+    """Return the highest value of the measure whose best policy is kept; -inf without any."""
+    key = run.config.checkpoint.best
+
+    def find() -> float:
+        rows = metrics.read_rows(opened.workdir, "evaluations") if key else []
+        return max((row[key] for row in rows if key in row), default=-math.inf)
+
+    return distributed.run_on_leader(find)
+
+
+def write_model(opened: Opened, name: str, model: Model) -> None:
+    """Write a model into a folder of the workdir, as Hugging Face's."""
+    whole = to_host.to_leader(model) if distributed.started() else model
+    source = opened.critic if model.config.scalar_head else opened.policy
+    save = functools.partial(
+        huggingface.save,
+        opened.workdir / name,
+        whole,
+        opened.policy.tokenizer,
+        opened.policy.stop_tokens,
+        jnp.float32,
+        source.repeated,
+    )
+    distributed.run_on_leader(save)
 
 
 def export(state: RunState, run: Run, opened: Opened) -> None:
@@ -245,17 +279,7 @@ def export(state: RunState, run: Run, opened: Opened) -> None:
         policy = state.models["policy"].weights
         trained["drafter"] = completed(state.models["drafter"].weights, policy)
     for name, model in trained.items():
-        whole = to_host.to_leader(model) if distributed.started() else model
-        save = functools.partial(
-            huggingface.save,
-            opened.workdir / name,
-            whole,
-            opened.policy.tokenizer,
-            opened.policy.stop_tokens,
-            jnp.float32,
-            (opened.critic if model.config.scalar_head else opened.policy).repeated,
-        )
-        distributed.run_on_leader(save)
+        write_model(opened, name, model)
 
     def print_summary() -> None:
         write_report(opened.workdir)

@@ -64,6 +64,32 @@ def test_a_callback_ends_a_run_that_goes_on_later_with_the_same_function_alone(c
     assert rlhf_jax.train(config, reward=vowels, prompts=PROMPTS).state.step == 3
 
 
+MEASURE = """
+import time
+
+def later(prompt, response, row):
+    return time.time() % 1e4, {"half": 0.5}
+"""
+
+
+def test_a_run_ends_at_what_it_measures_and_keeps_its_best_policy(config, tmp_path):
+    (tmp_path / "measure.py").write_text(MEASURE)
+    config.evaluation.every = 1
+    config.reward.metrics = {"later": f"{tmp_path / 'measure.py'}:later"}
+    config.checkpoint.update(every=1, best="eval/later")
+    config.stop_at = "training/minibatches_done >= 1"
+    config.training.update(learning_rate=0.0, schedule="linear")
+    result = rlhf_jax.train(config, reward=vowels, prompts=PROMPTS)
+    assert result.state.step == 1 and result.warnings == []
+    (row,) = result.metrics
+    # of a model so small the rate is the highest, and linear falls from there
+    assert row["training/learning_rate"] == pytest.approx(1e-4) and row["memory/host"] > 0.1
+    assert (result.workdir / "best" / "model.safetensors").is_file()
+    evaluations = tiny_run.lines(result.workdir / "evaluations.jsonl")
+    assert [one["eval/later/half"] for one in evaluations] == [0.5, 0.5]
+    assert rlhf_jax.train(config, reward=vowels, prompts=PROMPTS).state.step == 1, "it has ended"
+
+
 def test_a_function_without_a_source_needs_a_name(config):
     made = eval("lambda prompt, response, row: 1.0")
     with pytest.raises(ValueError, match="give reward_id="):

@@ -14,6 +14,7 @@ from rlhf_jax.config import checks, command_line, default, derived, validation
 from rlhf_jax.config import schema as configs
 from rlhf_jax.config.reward_checks import OWN_MEASURES
 from rlhf_jax.mesh import ONE_DEVICE
+from rlhf_jax.monitoring.callbacks import StopAt
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
@@ -249,7 +250,13 @@ def test_a_valid_config_passes(valid):
         ("kl.horizon", 31, "less than the 32 samples of a step"),
         ("checkpoint.keep", 0, "checkpoint.keep is 0"),
         ("checkpoint.every", -1, "checkpoint.every is -1"),
-        ("mesh.fsdp", 3, "does not fit 8 devices"),
+        ("checkpoint.best", "reward/mean", "it must be a measure of evaluations"),
+        ("checkpoint.best", "eval/reward", "'eval/reward', but evaluation.every is 0"),
+        ("stop_at", "reward/mean = 1", "stop_at is 'reward/mean = 1'; it must be"),
+        ("stop_at", "reward/mean > 1.2.3", "stop_at is 'reward/mean > 1.2.3'; it must be"),
+        ("stop_at", "reward/men > 1", "stop_at names 'reward/men', which no run measures"),
+        ("stop_at", "eval/exact >= 1", "'eval/exact', but evaluation.every is 0"),
+        ("mesh.fsdp", 3, "choose sizes whose product is 8, as by mesh.fsdp=-1."),
     ],
 )
 def test_what_cannot_work_is_one_sentence(valid, key, value, words):
@@ -276,6 +283,22 @@ def test_evaluation_needs_held_out_prompts(valid):
     valid.data.eval = ""
     with pytest.raises(ValueError, match=r"data\.eval is empty"):
         validation.validate(valid, 8)
+
+
+def test_a_run_may_end_at_what_it_measures(valid):
+    valid.evaluation.every = 5
+    valid.reward.metrics = {"exact": valid.reward.functions[0]}
+    valid.checkpoint.best = "eval/exact"
+    for condition in ("eval/exact/seen>=0.5", "reward/length/mean < -1e3", "eval/finished >= 1"):
+        valid.stop_at = condition
+        validation.validate(valid, 8)
+    valid.stop_at = "eval/exat > 1"
+    with pytest.raises(ValueError, match=r"those of an evaluation are .* eval/exact\.$"):
+        validation.validate(valid, 8)
+    stop = StopAt("eval/exact >= 0.5")
+    assert stop.after_evaluation(3, {"eval/exact": 0.5})
+    assert not stop.after_evaluation(3, {"eval/exact": 0.4})
+    assert not stop.after_step(3, {"reward/mean": 1.0})
 
 
 def test_options_that_contradict_each_other(valid):

@@ -1,5 +1,6 @@
 """Prompt files, the length filter and resumable batches."""
 
+import collections
 import itertools
 import json
 import pathlib
@@ -9,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from configs.rewards import extraction
 from rlhf_jax.config import default
 from rlhf_jax.data import batches as iterator
 from rlhf_jax.data import prompts
@@ -292,6 +294,36 @@ def test_nouns_are_disjoint_and_well_formed():
     assert all(
         row["prompt"] == f"Write one sentence about the {row['noun']}." for row in train + held_out
     )
+
+
+def test_people_are_disjoint_and_their_answers_stand_in_the_sentence():
+    train, held_out = (read(CONFIGS / f"people_{name}.jsonl") for name in ("train", "heldout"))
+    kinds = collections.Counter(row["kind"] for row in held_out)
+    assert len(train) == 96 and {row["kind"] for row in train} == {"known_form"}
+    assert kinds == {"known_form": 30, "new_form": 15, "other_keys": 12, "missing_value": 12}
+    for key in ("name", "city"):
+        trained, new = ({row["answer"].get(key) for row in rows} for rows in (train, held_out))
+        assert not trained & new - {None}
+    for row in train + held_out:
+        assert row["prompt"].startswith(f"{row['sentence']}\nWrite this as JSON with the keys ")
+        told = [str(value) for value in row["answer"].values() if value is not None]
+        assert all(value in row["sentence"] for value in told)
+        assert all(f'"{key}"' in row["prompt"] for key in row["answer"])
+        perfect = json.dumps({key: one for key, one in row["answer"].items() if one is not None})
+        assert extraction.exact("", perfect, row) == (1.0, {row["kind"]: 1.0})
+
+
+def test_facts_are_read_as_text_and_rewards_are_partial():
+    answer = {"name": "Ann", "age": 34, "city": None}
+    row = {"answer": answer, "sentence": "Ann is 34.", "kind": "a"}
+    told = 'Sure: {"name": "Ann", "age": "34", "city": "Rome"} !'
+    assert extraction.values("", told, row) == 2 / 3 and extraction.only_json("", told, row) == 0
+    assert extraction.from_sentence("", told, row) == 2 / 3
+    assert extraction.values("", '{"name": "Ann", "age": 34, "city": ""}', row) == 1
+    for broken in ("", "{", "{" * 5000, "[1]", '{"name": "Ann", "age": 34'):
+        assert extraction.values("", broken, row) == 1 / 3, "the missing value alone is right"
+        assert extraction.exact("", broken, row)[0] == extraction.only_json("", broken, row) == 0
+    assert extraction.exact("", '{"name": "Ann", "age": 34, "job": "pilot"}', row)[0] == 0
 
 
 def take(batches, count, position=None):

@@ -114,13 +114,18 @@ def run_progress(console, clock, monkeypatch, steps=3):
             for phase in ("generation", "inference", "training"):
                 progress.update(phase, live_rows=5, tokens_per_second=812.4, tokens_per_round=1.9)
                 clock[0] += 1.0
-            progress.finish(
-                row(
-                    step,
-                    **{"generation/tokens_per_round": 1.75, "generation/tokens_per_second": 1234.5},
-                )
-            )
+            told = {"generation/tokens_per_round": 1.75, "generation/tokens_per_second": 1234.5}
+            progress.finish(row(step, **told, **{"step/seconds": 3.0}))
     return console.export_text()
+
+
+def test_the_time_left_leaves_out_compilers_and_counts_evaluations(capsys):
+    console = screen()
+    progress = consoles.Progress(4, console=console)
+    progress.finish(row(0, **{"step/seconds": 60.0}), compiling=50.0, beside=7.0)
+    assert console.export_text(clear=False).splitlines()[-1].endswith("0:00:37"), "3 steps of 10 s"
+    progress.finish(row(1, **{"step/seconds": 8.0}), beside=7.0)
+    assert console.export_text().splitlines()[-1].endswith("0:00:23"), "the first is left out"
 
 
 def test_plain_lines_fit_a_hundred_columns_and_line_up(monkeypatch):
@@ -153,9 +158,9 @@ def test_terminal_panel_shows_phase_and_time(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(consoles.time, "monotonic", lambda: clock[0])
     progress = consoles.Progress(40, done=1, console=console)
-    progress.finish(row(2, **{"reward/mean": 0.3}))
+    progress.finish(row(2, **{"reward/mean": 0.3, "step/seconds": 9.0}))
     clock[0] += 5
-    progress.finish(row(3, **{"reward/mean": 0.9}))
+    progress.finish(row(3, **{"reward/mean": 0.9, "step/seconds": 5.0}))
     progress.update("generation", live_rows=5, tokens_per_second=812.4)
     clock[0] += 3
     console.print(progress._panel())
@@ -196,7 +201,8 @@ def test_the_program_that_compiles_is_named():
         jax.monitoring.record_event_duration_secs(phases.COMPILATION, 1.5, **name)
         console.print(progress._panel())
     shown = console.export_text()
-    assert clock.program() == "" and shown.count("compiling accumulate") == 1
+    assert clock.program() == "" and shown.count("compiling gradients") == 1
+    assert clock.take_held_up() == 1.5 and clock.take_held_up() == 0.0
 
 
 def test_live_display_runs_and_leaves_the_lines(monkeypatch):
@@ -232,7 +238,8 @@ def points(workdir):
             content = content[16 + length :]
             for value in event.summary.value:
                 assert (value.tag, event.step) not in seen
-                seen[value.tag, event.step] = value.simple_value
+                texts = value.tensor.string_val
+                seen[value.tag, event.step] = texts[0].decode() if texts else value.simple_value
     return seen
 
 
@@ -260,8 +267,10 @@ def test_tensorboard_holds_each_point_of_a_resumed_run_once(tmp_path):
         4: 0.75,
     }
     assert {step for tag, step in found if tag == "eval/reward"} == {0, 1, 2, 3, 4}
-    # step is none, eval is one
-    assert found["generation/rounds", 1] == 20 and len(found) == 5 * len(row(0))
+    # step is none, eval is one, and so are texts
+    assert found["generation/rounds", 1] == 20 and len(found) == 5 * (len(row(0)) + 1)
+    table = "| prompt | response | reward |\n| --- | --- | --- |\n| p | r | 1 |"
+    assert {found[f"{metrics.HELD_OUT}/text_summary", step] for step in range(5)} == {table}
     assert (tmp_path / "config.json").read_text() == '{"a": 1}\n' and not list(
         tmp_path.glob("earlier-*")
     )
@@ -270,8 +279,10 @@ def test_tensorboard_holds_each_point_of_a_resumed_run_once(tmp_path):
 def test_a_line_may_be_torn_at_any_byte(tmp_path):
     write_steps(metrics.open_run(tmp_path, "{}"), 0)
     first = metrics.Writer(tmp_path, 1)
-    first.write_rows("samples", 1, [{"response": "schön"}])
+    first.write_rows("samples", 1, [{"response": "schön | a\n\ud800", "reward": None}])
     first.close()
+    (text,) = [text for (tag, _), text in points(tmp_path).items() if tag == "samples/text_summary"]
+    assert text.endswith("\n| None | schön \\| a ? | None |")
     whole = (tmp_path / "samples.jsonl").read_bytes()
     for end in range(len(whole) + 1):
         (tmp_path / "samples.jsonl").write_bytes(whole[:end])

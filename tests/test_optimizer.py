@@ -16,7 +16,13 @@ from rlhf_jax.model.transformer import init
 from rlhf_jax.runtime.compilation import run_now
 from rlhf_jax.training import optimizer as module
 from rlhf_jax.training.gradients import Gradient
-from rlhf_jax.training.optimizer import apply, clip_by_norm, make_optimizer, norms_and_finite
+from rlhf_jax.training.optimizer import (
+    apply,
+    clip_by_norm,
+    make_optimizer,
+    norms_and_finite,
+    scheduled,
+)
 
 
 class Weights(NamedTuple):
@@ -84,7 +90,7 @@ SHARES = {  # of the rate, when so much of what follows the warm-up is done
 @pytest.mark.parametrize("schedule", SHARES)
 def test_the_rate_rises_and_falls_step_by_step(schedule, warmup, steps):
     """Read off Adam's steps, which are the rate itself where every gradient is the same."""
-    optimizer = make_optimizer(0.1, warmup_steps=warmup, schedule=schedule, steps=steps)
+    optimizer = make_optimizer(scheduled(0.1, warmup, schedule, steps))
     start = weights(*[0.0] * 3)
     state = optimizer.init(start)
     update = jax.jit(optimizer.update)
@@ -198,7 +204,7 @@ def test_between_processes_the_host_passes_on_whether_all_is_finite(monkeypatch)
 
 
 def test_a_step_that_is_not_finite_leaves_all_as_it_is():
-    optimizer = make_optimizer(0.1, warmup_steps=2)
+    optimizer = make_optimizer(scheduled(0.1, warmup_steps=2))
     state = optimizer.init(weights(1.0, 2.0))
     kept = jax.tree.map(np.asarray, state)
     gradient = Gradient(weights(math.nan, 1.0), {})

@@ -424,7 +424,7 @@ def test_the_generation_benchmark_prints_a_json_line_a_case(folder, monkeypatch,
         )
 
 
-@pytest.mark.parametrize("name", ["quickstart", "quickstart_ppo"])
+@pytest.mark.parametrize("name", ["quickstart", "quickstart_ppo", "kind_sentences"])
 def test_the_quickstart_configs_are_valid(name):
     config = command_line.load(str(ROOT / "configs" / f"{name}.py"))
-    assert config.reward.metrics.textblob and config.workdir and config.steps
+    assert config.reward.metrics and config.steps and config.workdir == f"runs/{name}"

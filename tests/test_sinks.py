@@ -35,6 +35,10 @@ class Lines:
     def close(self):
         pass
 
+class Texts(Lines):
+    def write_samples(self, step, name, samples):
+        self.write(step, {"name": name, "responses": [sample["response"] for sample in samples]})
+
 class Breaks(Lines):
     def write(self, step, numbers):
         if step == 1:
@@ -59,6 +63,27 @@ def heard(folder, name="Lines"):
 def sender(own, name, written=()):
     said = []
     return Sender([f"{own}:{name}"], own.parent, {"seed": 1}, written, said.append), said
+
+
+def test_samples_are_sent_to_sinks_that_show_them(own):
+    """Some of each step's and each evaluation's, also of those that a killed run had written."""
+    rows = [{"step": 0, "prompt": "p", "response": f"r{i}", "reward": 1.0} for i in range(12)]
+    before = [{"step": 0, "a": 1, "samples": rows[:1]}, *rows]
+    sending, said = sender(own, "Texts", before)
+    sending.add(1, {"a": 2}, samples=rows[:2])
+    sending.send(before=2)
+    sending.close()
+    told = [(row["step"], row["name"], row["responses"]) for row in heard(own.parent, "Texts")
+            if "name" in row]  # fmt: skip
+    assert (
+        told
+        == [
+            (0, metrics.SAMPLES, ["r0", "r2", "r4", "r6", "r8", "r10"]),
+            (0, metrics.HELD_OUT, ["r0"]),
+            (1, metrics.SAMPLES, ["r0", "r1"]),
+        ]
+        and not said
+    )
 
 
 def test_a_step_is_sent_once_its_checkpoint_is_on_disk(own):

@@ -27,7 +27,7 @@ from rlhf_jax.sequences.minibatches import minibatches, with_shares
 from rlhf_jax.sequences.packing import Extent, pack
 from rlhf_jax.training.gradients import accumulate
 from rlhf_jax.training.learn import NonFiniteStep
-from rlhf_jax.training.optimizer import apply, make_optimizer, norms_and_finite
+from rlhf_jax.training.optimizer import apply, make_optimizer, norms_and_finite, scheduled
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import Models
 
@@ -258,7 +258,7 @@ def test_several_epochs_of_minibatches_improve_both_losses(small):
     model = init(jax.random.key(0), small)
     critic = random_critic(small)
     experience = random_experience(model, critic)
-    optimizer = make_optimizer(1e-3, warmup_steps=2, weight_decay=0.01)
+    optimizer = make_optimizer(scheduled(1e-3, warmup_steps=2), weight_decay=0.01)
     state, optimizers = new_state(model, Optimizers(optimizer, optimizer), critic)
 
     @jax.jit

@@ -7,23 +7,34 @@ import json
 import pytest
 
 from rlhf_jax import command
-from rlhf_jax.monitoring.diversity import commonest_start, distinct_pairs
+from rlhf_jax.monitoring.diversity import commonest_form, commonest_start, distinct_pairs
 from rlhf_jax.monitoring.report.run import read_run
 from rlhf_jax.monitoring.report.warnings import warnings
 
 NOUNS = ["lamp", "chair", "table", "window", "door", "spoon", "fork", "plate", "cup", "bowl"]
-GOOD = [f"The {noun} stands in room number {i} of this house." for i, noun in enumerate(NOUNS)]
+VERBS = ["stands", "lies", "waits", "rests", "hides", "shines", "leans", "hangs", "stays", "sits"]
+GOOD = [f"The {noun} {verb} in one room." for noun, verb in zip(NOUNS, VERBS, strict=True)]
 
 
-def said(folder, metrics=None, texts=GOOD, rewards=None, **measures):
+CONFIG = {
+    "generation.prompts_per_step": 8,
+    "kl.coefficient": 0.03,
+    "training.epochs": 1,
+    "training.minibatches": 1,
+    "training.learning_rate": 1e-6,
+}
+
+
+def said(folder, metrics=None, texts=GOOD, rewards=None, config=None, **measures):
     """The warnings of a run of eight steps, whose last evaluation is as given."""
     rows = [
         {"step": step, "kl/response": 1.0, "mismatch/mean": 0.001, "response/unfinished": 0.1}
-        | {"generation/groups_without_signal": 0.1, "reward/mean": 0.5}
+        | {"generation/groups_without_signal": 0.1, "reward/mean": 0.3 + 0.05 * step}
+        | {"reward/std": 0.2}
         | (metrics or {})
         for step in range(8)
     ]
-    before = {"eval/textblob": 0.6, "eval/distinct_pairs": 0.8}
+    before = {"eval/textblob": 0.6, "eval/distinct_pairs": 0.8, "eval/reward": 0.3}
     evaluations = []
     for step, own, given in ((0, before, GOOD), (8, before | measures, texts)):
         worth = rewards if step and rewards else [0.1 * i for i in range(len(given))]
@@ -33,6 +44,7 @@ def said(folder, metrics=None, texts=GOOD, rewards=None, **measures):
     for name, written in (("metrics", rows), ("evaluations", evaluations)):
         lines = "".join(json.dumps(row) + "\n" for row in written)
         (folder / f"{name}.jsonl").write_text(lines)
+    (folder / "config.json").write_text(json.dumps(CONFIG | (config or {})))
     return warnings(read_run(folder))
 
 
@@ -46,6 +58,17 @@ def test_of_a_good_run_nothing_is_said(tmp_path):
         ({"metrics": {"kl/response": 22.0}}, "An answer is 22.0 nats from the reference"),
         ({"metrics": {"response/unfinished": 0.79}}, "79% of the responses are cut off"),
         ({"metrics": {"response/unfinished": 1.0}}, "All responses are cut off: see whether"),
+        (
+            {"metrics": {"reward/mean": 0.5, "kl/response": 0.0003}},
+            "hardly moved: after 8 steps an answer is 3.0e−4 nats from the reference",
+        ),
+        ({"metrics": {"reward/mean": 0.5}}, "The reward has not risen in 8 steps, but for chance"),
+        (
+            {"texts": [f"The {noun} is a generous soul {i}." for i, noun in enumerate(NOUNS)]},
+            "100% of the answers have one form, “the … is”",
+        ),
+        ({"config": {"training.clip_high": 0.4}}, "training.clip_high=0.4 cannot matter as far"),
+        ({"config": {"algorithm.loss": "own.py:loss"}}, "algorithm.loss=own.py:loss cannot matter"),
         ({"metrics": {"generation/groups_without_signal": 0.6}}, "60% of the prompts teach noth"),
         ({"metrics": {"mismatch/mean": 0.05}}, "Generation and training differ by 0.050 nats"),
         ({"metrics": {"reward/vader/failed": 2}}, "The reward vader failed on 16 responses"),
@@ -87,9 +110,32 @@ def test_runs_are_compared_by_config_texts_and_curves(tmp_path, capsys):
     runs = [str(tmp_path / name) for name in "ab"]
     assert command.main(["compare", *runs, "--out", str(out)]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("kl.rate: 1.0 | 2.0\nTheir texts part in step 2.\n")
+    assert said.startswith("kl.rate: 1.0 | 2.0\n") and "Their texts part in step 2." in said
+    assert ["reward/mean", "2.00", "4.00"] in [line.split() for line in said.splitlines()]
     page = out.read_text()
+    assert page.count("<p>x</p>") == page.count("<p>y</p>") == 1, "the last samples of one prompt"
     assert "Their texts part in step 2." in page and 'class="mean other-1"' in page
     assert command.main(["compare", runs[0], runs[0], "--out", str(out)]) == 0
     assert "Their texts are the same" in capsys.readouterr().out
     assert command.main(["compare", runs[0], str(tmp_path / "none")]) == 2
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"metrics": {"reward/mean": 0.5}, "eval/reward": 0.9},  # held out it has risen
+        {"config": {"training.clip_high": 0.4, "training.minibatches": 2}},
+        {"config": {"training.clip_high": 0.4, "training.lag": 1}},
+        # keys and values are the prompt's
+        {"texts": [f'{{"thing": "{noun}"}}' for noun in NOUNS]},
+    ],
+)
+def test_what_is_well_is_not_told(tmp_path, changed):
+    assert said(tmp_path, **changed) == []
+
+
+def test_a_form_is_found_with_the_prompt_left_blank():
+    prompts = [f"Write about the {noun}." for noun in NOUNS]
+    answers = [f"The {noun} is a great {noun}" for noun in NOUNS[:9]] + ["Yes"]
+    assert commonest_form([*zip(prompts, answers, strict=True)]) == ("… is a", 0.9)
+    assert commonest_form([("the a", "A the"), ("x", "only")]) == ("", 0.0)

@@ -11,6 +11,7 @@ COMMANDS = {
     "plan": ("print what a run needs on devices that need not be here", True),
     "report": ("write the report of a run as one HTML file", False),
     "compare": ("compare runs: configs, texts, curves", False),
+    "chat": ("talk with a trained policy", True),
     "export": ("write the policy of a checkpoint as a Hugging Face folder", True),
     "strategy": ("print which drafting strategy a run would choose, and why", True),
     "config": ("print the keys of a config, with defaults and comments", False),

@@ -1,10 +1,11 @@
-"""Compare two runs or more: what their configs differ in, where their texts part, their curves."""
+"""Compare runs: what their configs differ in, their last figures, where their texts part."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+from rlhf_jax.monitoring import console
 from rlhf_jax.monitoring.report.comparison import write_comparison
 from rlhf_jax.runtime.mirror import fetched
 
@@ -20,7 +21,9 @@ def main(argv: list[str]) -> int:
     found = write_comparison([fetched(workdir) for workdir in asked.workdirs], asked.out)
     for key, values in found.differences:
         print(f"{key}: {' | '.join(map(str, values))}")
+    print()
+    console.table(["", *found.names], found.figures)
     same = "Their texts are the same as far as both go."
     print(same if found.parting is None else f"Their texts part in step {found.parting}.")
-    print(f"Their curves are in {asked.out}.")
+    print(f"Their curves and samples are in {asked.out}.")
     return 0

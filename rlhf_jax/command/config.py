@@ -1,8 +1,9 @@
-"""Print the keys of a config: defaults, types and comments, as the schema has them."""
+"""Print the keys of a config: their defaults, types, and what they mean."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import fnmatch
 import inspect
 import io
@@ -42,20 +43,27 @@ def main(argv: list[str]) -> int:
     """Return the exit code."""
     parser = argparse.ArgumentParser(prog=argv[0], description=__doc__)
     parser.add_argument(
-        "pattern", nargs="?", default="*", help="keys to print, as in 'generation.*'; all if none"
+        "pattern",
+        nargs="?",
+        default="*",
+        help="keys to print: a part of their names, or as in 'generation.*'; all if none",
     )
     parser.add_argument(
         "--algorithm", default="grpo", help="whose options are keys, too: a name, or FILE.py:NAME"
     )
     asked = parser.parse_args(argv[1:])
     pattern = asked.pattern
-    found = [key for key in keys(asked.algorithm) if fnmatch.fnmatch(key.name, pattern)]
+    known = keys(asked.algorithm)
+    found = [key for key in known if fnmatch.fnmatch(key.name, pattern)]
+    found = found or [key for key in known if pattern in key.name]
     for key in found:
         default = key.default.to_dict() if isinstance(key.default, schema.Config) else key.default
         print(f"{key.name} = {default!r}  ({type(default).__name__})")
         print(f"    {key.comment}")
     if not found:
-        parser.error(f"no key is like {pattern!r}")
+        near = difflib.get_close_matches(pattern, [key.name for key in known], cutoff=0.4)
+        hint = f"; near it are {', '.join(near)}" if near else ""
+        parser.error(f"no key is like {pattern!r}{hint}")
     return 0
 
 

@@ -122,14 +122,15 @@ def live_rows(text: str, most: int) -> list[int]:
 
 
 def show(selector: Selector, config: Config, live: list[int], title: str, console: Console) -> None:
-    """Print a table for each number of live rows, and under it the choice in one sentence."""
+    """Print the choice at each number of live rows in one sentence, and a table for each."""
     console.print(Text(title, "bold"))
-    for count in live:
-        situation = _situation(selector, config, count)
+    situations = [_situation(selector, config, count) for count in live]
+    for count, situation in zip(live, situations, strict=True):
         # A choice is remembered, and these are only asked for.
         choice = copy.deepcopy(selector).choose(situation)
-        console.print(_table(selector.table(situation), situation))
-        console.print(Text(f"{choice.why}.\n"), soft_wrap=True)
+        console.print(Text(f"{count:,} live: {choice.why}."))
+    for situation in situations:
+        console.print("", _table(selector.table(situation), situation))
 
 
 def _situation(selector: Selector, config: Config, live: int) -> Situation:
@@ -150,7 +151,7 @@ def _table(rows: list[dict[str, Any]], situation: Situation) -> Table:
     context = situation.context / situation.live
     title = f"{situation.live} live of {situation.rows} rows, {context:,.0f} tokens each"
     table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
-    table.add_column("\nstrategy", min_width=15, overflow="fold")
+    table.add_column("\nstrategy", overflow="fold")
     for heading, _, _ in HEADINGS:
         table.add_column(heading, justify="right")
     for row in rows:

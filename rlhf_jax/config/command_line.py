@@ -27,6 +27,11 @@ RENAMED = {
     "generation.fewest_rows": "generation.min_rows",
 }
 USAGE = "rlhf-jax train CONFIG[:ARGUMENT] --config.any.key=value"
+BEGIN = """To begin:
+  rlhf-jax train quickstart        a small model learns to write JSON, in minutes on any machine
+  rlhf-jax train --model DIR --prompts FILE.jsonl --reward FILE.py:function
+                                   your own; 'rlhf-jax config' lists the keys of --config.KEY=value
+  rlhf-jax train --help            the configs that there are, and more"""
 # What a run without a config must be told, and other short flags, by the key that each sets.
 NAMED_FLAGS = {
     "--model": "model.path",
@@ -59,7 +64,7 @@ def read(argv: list[str]) -> Config:
     """
     spec, named, overrides = _split(argv[1:])
     if not spec and "--model" not in named:
-        raise ValueError(f"No config is named (usage: {USAGE}).")
+        raise ValueError(f"No config is named. {BEGIN}")
     config = load(spec) if spec else default()
     first = []
     for flag, value in named.items():
@@ -222,6 +227,6 @@ def _key_and_text(argument: str, known: set[str]) -> tuple[str, str]:
     if name not in known:
         near = [RENAMED[name]] if name in RENAMED else []
         near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else "rlhf_jax/config/schema.py lists them all."
+        hint = f"did you mean {near[0]!r}?" if near else "'rlhf-jax config' lists them all."
         raise ValueError(f"There is no config key {name!r}; {hint}")
     return name, text

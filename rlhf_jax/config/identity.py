@@ -14,6 +14,7 @@ FREE_KEYS = (
     "steps",
     "dry_run",
     "profile",
+    "stop_at",
     "sinks",
     "watchdog_seconds",
     "heartbeat_seconds",

@@ -106,13 +106,17 @@ def settle_remat(config: Config, without: list[Part], limit: float | None) -> tu
     None where nobody knows.
     """
     asked = config.training.remat
-    if asked != "auto":
-        return asked == "on", "asked for"
-    if limit is None:
-        return True, "the device does not say how much memory it has"
     _, needed = peak(without)
-    figures = f"{needed / GIGA:.1f} of {limit / GIGA:.1f} GB would be needed without"
-    return needed > ROOM * limit, figures
+    if asked != "auto":
+        again = asked == "on"
+        why = "training.remat asks for it"
+    elif limit is None:
+        again = True
+        why = "the device does not say how much memory it has"
+    else:
+        again = needed > ROOM * limit
+        why = f"to keep them takes {needed / GIGA:.1f} of {limit / GIGA:.1f} GB"
+    return again, f"{'computed again' if again else 'kept'} for the backward pass, as {why}"
 
 
 def memory_for_remat(config: Config, device: Any) -> float | None:

@@ -43,6 +43,9 @@ DEFAULTS: dict[str, Any] = {
     "deterministic": False,
     # make the checks with which a run begins, say what it would need, and stop; nothing is written
     "dry_run": False,
+    # a number of a step or an evaluation at which the run ends, as in 'eval/reward >= 0.95'; '' for
+    # none
+    "stop_at": "",
     # steps of which a profile is written to WORKDIR/profile, as in '5:7'; '' for none
     "profile": "",
     # where numbers go besides metrics.jsonl and TensorBoard: wandb, mlflow, trackio, FILE.py:NAME;
@@ -235,8 +238,8 @@ DEFAULTS: dict[str, Any] = {
         # the same in tokens, in place of it: as many of the longest samples as these hold; 0 for
         # microbatch_rows
         "microbatch_tokens": 0,
-        # of the policy's AdamW
-        "learning_rate": 1e-6,
+        # of the policy's AdamW; 0 takes one by the size of the model, which the run prints
+        "learning_rate": 0.0,
         # optimizer steps in which the rate rises linearly
         "warmup_steps": 0,
         # how the rate goes on: 'constant', or to 0 over all steps by 'linear' or 'cosine'
@@ -283,6 +286,9 @@ DEFAULTS: dict[str, Any] = {
         "every": 50,
         # the latest so many stay
         "keep": 2,
+        # measure of the evaluations whose highest policy is kept in WORKDIR/best, as 'eval/reward';
+        # '' for none
+        "best": "",
         # go on although other keys differ from the checkpoint's; model and data may not
         "allow_changes": False,
     },

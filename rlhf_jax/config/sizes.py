@@ -269,6 +269,11 @@ def abstract_weights(model: ModelConfig, dtype: DTypeLike) -> Model:
 
 
 @functools.cache
+def count_weights(model: ModelConfig) -> int:
+    """Return how many weights a model has."""
+    return sum(leaf.size for leaf in jax.tree.leaves(abstract_weights(model, np.float32)))
+
+
 def weight_bytes(model: ModelConfig, dtype: np.dtype, layout: meshes.Layout, ends: bool) -> int:
     """Return the bytes of a device's share of a model's weights; of the layers and norm, not ends.
 

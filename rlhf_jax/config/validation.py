@@ -27,10 +27,12 @@ from rlhf_jax.config.generation_checks import (
     check_strategy,
     slices_key,
 )
-from rlhf_jax.config.reward_checks import check_rewards
+from rlhf_jax.config.reward_checks import OWN_MEASURES, check_rewards
 from rlhf_jax.config.schema import Config, flat
 from rlhf_jax.losses.aggregate import AGGREGATES
 from rlhf_jax.monitoring import sinks
+from rlhf_jax.monitoring.callbacks import StopAt
+from rlhf_jax.monitoring.meanings import meaning_of
 from rlhf_jax.placement.pipelined import check_pipelines, is_pipelined
 from rlhf_jax.placement.plan import Plan
 from rlhf_jax.placement.presets import plan_of
@@ -182,10 +184,35 @@ def _check_run(config: Config) -> None:
         f"profile is {config.profile!r}; it must be '' or steps such as '5:7', both included.",
     )
     sinks.require(config.sinks)
+    if config.stop_at:
+        _check_measured(config, "stop_at", StopAt(config.stop_at).key)
+    if best := config.checkpoint.best:
+        require(
+            best.startswith("eval/"),
+            f"checkpoint.best is {best!r}; it must be a measure of evaluations, as 'eval/reward'.",
+        )
+        _check_measured(config, "checkpoint.best", best)
     require(0 <= config.seed < 2**32, f"seed is {config.seed}; it must lie in 0 .. 2^32 - 1.")
     require_not_negative(config, "mesh.device_memory_gb", "watchdog_seconds", "checkpoint.every")
     require_one_of(config, "model.compute_dtype", COMPUTE_DTYPES)
     check_heartbeat(config)
+
+
+def _check_measured(config: Config, setting: str, key: str) -> None:
+    """Check that a run will have the number that a setting names."""
+    held_out = key.startswith("eval/")
+    require(
+        not held_out or config.evaluation.every > 0,
+        f"{setting} names {key!r}, but evaluation.every is 0; give held-out prompts, and steps"
+        " between evaluations.",
+    )
+    measures = [f"eval/{name}" for name in (*OWN_MEASURES, *config.reward.metrics)]
+    measured = any(key == name or key.startswith(f"{name}/") for name in measures)
+    require(
+        measured or (not held_out and meaning_of(key) is not None),
+        f"{setting} names {key!r}, which no run measures; the page of metrics lists the numbers of"
+        f" a step, and those of an evaluation are {', '.join(measures)}.",
+    )
 
 
 def check_heartbeat(config: Config) -> None:
@@ -220,7 +247,6 @@ def _check_training(config: Config) -> None:
         "epochs",
         "minibatches",
         "microbatch_rows",
-        "learning_rate",
         "max_grad_norm",
         "length_bucket",
         "clip_low",
@@ -228,6 +254,7 @@ def _check_training(config: Config) -> None:
     )
     require_positive(config, *(f"training.{name}" for name in positive))
     not_negative = (
+        "learning_rate",
         "warmup_steps",
         "weight_decay",
         "entropy_coefficient",
@@ -258,7 +285,7 @@ def _check_roles(config: Config) -> None:
     """Check that no critic is called as another model, a stage, or a folder of a run is."""
     roles = {*derived.critics(config), *algorithm_of(config).losses}
     others = ("generation", "reference", "reward", "student")
-    for name in (*others, "checkpoints", "post-mortem", "profile", "sinks"):
+    for name in (*others, "best", "checkpoints", "post-mortem", "profile", "sinks"):
         require(
             name not in roles,
             f"algorithm {config.algorithm.name!r} has a critic called {name!r}, as something else"

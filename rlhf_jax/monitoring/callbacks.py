@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import operator
+import re
 from collections.abc import Mapping
+
+COMPARISONS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
+CONDITION = re.compile(r"\s*(?P<key>\S+?)\s*(?P<sign>>=|<=|>|<)\s*(?P<bound>[-+.\deE]+)\s*")
 
 
 class Callback:
@@ -17,3 +22,29 @@ class Callback:
 
     def after_evaluation(self, step: int, means: Mapping[str, float]) -> bool | None:
         """Hear the means of an evaluation after `step` updates, as evaluations.jsonl has them."""
+
+
+class StopAt(Callback):
+    """End a run at a number of a step or an evaluation, as in 'eval/reward >= 0.95'."""
+
+    def __init__(self, condition: str):
+        """Read the condition; ValueError, in one sentence, where it is none."""
+        found = CONDITION.fullmatch(condition)
+        try:
+            if found is None:
+                raise ValueError
+            self.key: str = found["key"]
+            self._bound = float(found["bound"])
+        except ValueError:
+            raise ValueError(
+                f"stop_at is {condition!r}; it must be a number's name, one of"
+                f" {', '.join(COMPARISONS)} and a bound, as in 'eval/reward >= 0.95'."
+            ) from None
+        self._holds = COMPARISONS[found["sign"]]
+
+    def after_step(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Say whether a step has the number, and it is where the run ends."""
+        del step
+        return self.key in metrics and bool(self._holds(metrics[self.key], self._bound))
+
+    after_evaluation = after_step

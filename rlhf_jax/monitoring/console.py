@@ -65,6 +65,7 @@ class Progress:
         self._live_numbers: Mapping[str, float] = {}
         self._parts: PhaseParts | None = None
         self._seconds: list[float] = []
+        self._beside = 0.0
         self._columns: list[tuple[str, str, int, str]] = []
         self._drawn: list[float] = []
         self._counter_width = max(len("step"), 2 * len(str(total)) + 1)
@@ -102,18 +103,24 @@ class Progress:
             counter = self._counter(min(self._done + 1, self._total))
             self.say(f"{counter}  {self._phase}  {self._told()}")
 
-    def finish(self, metrics: Mapping[str, float]) -> None:
+    def finish(
+        self, metrics: Mapping[str, float], compiling: float = 0.0, beside: float = 0.0
+    ) -> None:
         """End a step: print its line, of the keys in STEP_COLUMNS and the time left.
 
-        The first step decides which columns there are, and prints their headings.
+        compiling: seconds of the step in which it waited for compilers, which later steps need not.
+        beside: seconds that are left for what is no step, such as evaluations. The first step
+        decides which columns there are, and prints their headings.
         """
         now = time.monotonic()
+        self._beside = beside
         if not self._seconds:
             self._columns = [column for column in STEP_COLUMNS if column[1] in metrics]
             headings = [heading.rjust(width) for heading, _, width, _ in self._columns]
             line = ["step".rjust(self._counter_width), *headings, "left".rjust(TIME_WIDTH)]
             self._console.print(Text(" ".join(line), "bold"), soft_wrap=True)
-        self._seconds.append(now - self._step_start)
+        seconds = metrics.get("step/seconds", now - self._step_start)
+        self._seconds.append(seconds - compiling)
         self._drawn += [metrics[key] for _, key, _, _ in self._columns[:1] if key in metrics]
         self._step_start = now
         self._next_line = now + PHASE_SECONDS
@@ -150,7 +157,7 @@ class Progress:
         recent = self._seconds[1:][-RECENT_STEPS:] or self._seconds
         if not recent:
             return "?"
-        seconds = (self._total - self._done) * statistics.median(recent)
+        seconds = (self._total - self._done) * statistics.median(recent) + self._beside
         return str(datetime.timedelta(seconds=round(seconds)))
 
     def _panel(self) -> Group:
@@ -202,6 +209,14 @@ def compare(
     for row in samples:
         texts.add_row(*(Text(" ".join(cell.split()), overflow="fold") for cell in row))
     (console or Console()).print(numbers, texts)
+
+
+def table(headings: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> None:
+    """Print rows of a name and figures under their headings."""
+    made = _numbers_table(*headings)
+    for name, figures in rows:
+        made.add_row(name, *figures)
+    Console().print(made)
 
 
 def warn(sentences: Sequence[str]) -> None:

@@ -8,6 +8,8 @@ import re
 from collections.abc import Sequence
 
 START_WORDS = 3
+OWN_WORDS = 2  # that a form ends with
+BLANK = "…"  # in place of words of the prompt
 
 
 def distinct_pairs(texts: Sequence[str]) -> float:
@@ -24,6 +26,35 @@ def commonest_start(texts: Sequence[str]) -> tuple[str, float]:
     starts = collections.Counter(" ".join(_words(text)[:START_WORDS]) for text in texts)
     start, count = starts.most_common(1)[0]
     return start, count / len(texts)
+
+
+def commonest_form(answers: Sequence[tuple[str, str]]) -> tuple[str, float]:
+    """Return how most answers to prompts, as pairs of both, begin, and the share that does.
+
+    A form ends with the second word that the prompt has not; what the prompt has is blank. Answers
+    with fewer such words have none.
+    """
+    forms = collections.Counter(_form(prompt, text) for prompt, text in answers)
+    del forms[""]
+    if not forms:
+        return "", 0.0
+    form, count = forms.most_common(1)[0]
+    return form, count / len(answers)
+
+
+def _form(prompt: str, text: str) -> str:
+    known = {*_words(prompt)}
+    form = []
+    own = 0
+    for word in _words(text):
+        if word not in known:
+            own += 1
+            form.append(word)
+        elif form[-1:] != [BLANK]:
+            form.append(BLANK)
+        if own == OWN_WORDS:
+            return " ".join(form)
+    return ""
 
 
 def _words(text: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import resource
 import shlex
 import subprocess
 import sys
@@ -25,6 +26,19 @@ def environment() -> dict[str, str]:
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
     }
     return {name: value for name, value in described.items() if value}
+
+
+def most_memory() -> dict[str, float]:
+    """Return the most that this process and its first device have held, in GB, as metrics.
+
+    Not every device tells.
+    """
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes of what the system counts in
+    found = {"memory/host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9}
+    told = jax.local_devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in told:
+        found["memory/device"] = told["peak_bytes_in_use"] / 1e9
+    return found
 
 
 def _commit() -> str:

@@ -18,6 +18,8 @@ class Meaning(NamedTuple):
 MEANINGS = (
     Meaning("step", "the step, counted from 0; of an evaluation, the updates before it"),
     Meaning("step/seconds", "the whole step", "s"),
+    Meaning("memory/host", "most memory that the first process has held", "GB"),
+    Meaning("memory/device", "most memory that its first device has held", "GB", "below all of it"),
     Meaning("plan/changed", "1 where the run went on with another plan; else absent"),
     Meaning("weights/NAME", "what all devices receive as trained weights come to a call", "MB"),
     # what was generated, and what it earned
@@ -62,6 +64,8 @@ MEANINGS = (
     Meaning("entropy/estimate", "entropy of the policy, from its samples", "nats", "falls slowly"),
     Meaning("entropy/mean", "entropy of the policy over all tokens", "nats", "falls slowly"),
     Meaning("gradient/norm", "norm of the policy's gradient, before clipping", "", "no jumps"),
+    Meaning("training/learning_rate", "learning rate of the policy's last optimizer step"),
+    Meaning("critic/learning_rate", "learning rate of the critic's last optimizer step"),
     Meaning("critic/gradient_norm", "norm of the critic's gradient, before clipping"),
     Meaning("critic/mean", "mean value that the critic gives"),
     Meaning("critic/clipped", "share of the values that moved as far as they may", "", "below 0.2"),
@@ -140,6 +144,7 @@ MEANINGS = (
     ),
     Meaning("eval/generation/tokens_per_round", "as generation/tokens_per_round", "tokens"),
     Meaning("eval/NAME/failed", "answers that a measure gave no number for", "", "absent"),
+    Meaning("eval/NAME/NAME", "mean of a number that a measure gives beside its value"),
     Meaning("eval/NAME", "mean of a measure of reward.metrics", "", "does not fall"),
 )
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import collections
 import io
+import itertools
 import json
 import math
 import os
 import pathlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from rlhf_jax.runtime.files import write_atomically, writing
+from rlhf_jax.runtime.foreign import SURROGATE
 
 # The package is imported where a run writes: what only plans or measures does without it.
 if TYPE_CHECKING:
@@ -26,8 +28,13 @@ REQUIRED = ("step", "step/seconds")
 # The files of lines, a record each, that a run appends to.
 LINES = ("metrics", "evaluations", "samples", "strategies")
 
-# So many samples are shown as they were before and after the run.
+# So many samples are shown of a step, and as they were before and after the run.
 SHOWN_SAMPLES = 6
+
+# What trackers call the samples of a step, and those of an evaluation.
+SAMPLES = "samples"
+HELD_OUT = "held-out samples"
+SAMPLE_COLUMNS = ("prompt", "response", "reward")
 
 # What a run has in its workdir, and an earlier run leaves there.
 RUN_FILES = (
@@ -39,8 +46,12 @@ RUN_FILES = (
     "sinks",
     "timeline",
     "policy",
+    "best",
     "report.html",
 )
+
+
+T = TypeVar("T")
 
 
 class Writer:
@@ -72,7 +83,12 @@ class Writer:
             self._events = EventsWriter(str(self._events_folder / "events"))
             for path in paths[:2]:
                 for line in _lines(path):
-                    self._events.write_event(_event(_parsed(path, line)))
+                    self._events.write_event(_event(row := _parsed(path, line)))
+                    if samples := row.get("samples"):
+                        self._events.write_event(_text_event(HELD_OUT, row["step"], samples))
+            rows = (_parsed(paths[2], line) for line in _lines(paths[2]))
+            for step, samples in itertools.groupby(rows, key=lambda row: row["step"]):
+                self._events.write_event(_text_event(SAMPLES, step, [*samples]))
             self._events.flush()
         self._files: dict[str, io.FileIO] = {}
         for name, path in zip(LINES, paths, strict=True):
@@ -97,22 +113,26 @@ class Writer:
                 )
             numbers[key] = scalar
         self._append("metrics", numbers)
-        self._add_points(numbers)
+        self._add_event(_event(numbers))
 
     def write_rows(self, name: str, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write the step's "samples", or its "strategies" at each number of live rows: a line each.
 
         A line has the step, and all that the row holds.
         """
+        rows = [*rows]
         for row in rows:
             self._append(name, {"step": step, **row})
+        if name == SAMPLES and rows:
+            self._add_event(_text_event(SAMPLES, step, rows))
 
     def write_evaluation(
         self, step: int, means: Mapping[str, float], samples: Sequence[Mapping[str, Any]]
     ) -> None:
         """Write a line for an evaluation: `step` (updates done before it), means and samples."""
         self._append("evaluations", {"step": step, **means, "samples": samples})
-        self._add_points({"step": step, **means})
+        self._add_event(_event({"step": step, **means}))
+        self._add_event(_text_event(HELD_OUT, step, samples))
 
     def sync(self) -> None:
         """Wait until a power loss would spare every line so far.
@@ -142,10 +162,10 @@ class Writer:
             while rest:
                 rest = rest[file.write(rest) :]
 
-    def _add_points(self, row: Mapping[str, Any]) -> None:
-        """Add the numbers of a record to TensorBoard's file."""
+    def _add_event(self, event: Event) -> None:
+        """Add to TensorBoard's file."""
         with writing(self._events_folder):
-            self._events.write_event(_event(row))
+            self._events.write_event(event)
             self._events.flush()
 
 
@@ -192,8 +212,7 @@ def before_and_after(workdir: str | pathlib.Path) -> tuple[list, list]:
     """Return what `console.compare` shows of a run, from its first and its last evaluation.
 
     It is (name, before, after) of the measures that both have, and (prompt, before, after) of up to
-    SHOWN_SAMPLES samples, evenly spread. Samples are paired where their prompts are equal: the
-    first response to a prompt with the first, the second with the second. The rest is left out.
+    SHOWN_SAMPLES samples, `paired` and evenly spread.
     """
     path = pathlib.Path(workdir) / "evaluations.jsonl"
     lines = _lines(path)
@@ -203,14 +222,35 @@ def before_and_after(workdir: str | pathlib.Path) -> tuple[list, list]:
     last = _parsed(path, lines[-1])
     measures = [(key, first[key], last[key]) for key in first if key in last and is_measure(key)]
 
-    later = collections.defaultdict(list)
-    for sample in reversed(last.get("samples", [])):
-        later[sample["prompt"]].append(sample["response"])
-    pairs = []
-    for sample in first.get("samples", []):
-        if responses := later[sample["prompt"]]:
-            pairs.append((sample["prompt"], sample["response"], responses.pop()))
-    return measures, pairs[:: -(-len(pairs) // SHOWN_SAMPLES) or 1]
+    pairs = [
+        (one["prompt"], one["response"], other["response"])
+        for one, other in paired(first.get("samples", []), last.get("samples", []))
+    ]
+    return measures, spread(pairs)
+
+
+def spread(rows: Sequence[T]) -> Sequence[T]:
+    """Return SHOWN_SAMPLES of some rows, or all if they are fewer, evenly spread over them."""
+    return rows[:: -(-len(rows) // SHOWN_SAMPLES) or 1]
+
+
+def paired(*batches: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], ...]]:
+    """Return samples of several batches beside each other, where their prompts are equal.
+
+    The first response to a prompt stands beside the first, the second beside the second. The rest
+    is left out.
+    """
+    others = []
+    for batch in batches[1:]:
+        by_prompt = collections.defaultdict(list)
+        for sample in reversed(batch):
+            by_prompt[sample["prompt"]].append(sample)
+        others.append(by_prompt)
+    return [
+        (sample, *(other[sample["prompt"]].pop() for other in others))
+        for sample in batches[0]
+        if all(other[sample["prompt"]] for other in others)
+    ]
 
 
 def is_measure(key: str) -> bool:
@@ -245,3 +285,18 @@ def _event(row: Mapping[str, Any]) -> Event:
         if key not in ("step", "samples")
     ]
     return Event(wall_time=time.time(), step=row["step"], summary=Summary(value=points))
+
+
+def _text_event(tag: str, step: int, samples: Sequence[Mapping[str, Any]]) -> Event:
+    """Return some samples of a step as TensorBoard's text, a table in Markdown."""
+    from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+    from tensorboardX.summary import text
+
+    def cell(value: object) -> str:
+        said = f"{value:.4g}" if isinstance(value, float) else str(value)
+        return SURROGATE.sub("?", " ".join(said.split())).replace("|", "\\|")
+
+    heading = [SAMPLE_COLUMNS, ("---",) * len(SAMPLE_COLUMNS)]
+    rows = [[cell(row.get(name)) for name in SAMPLE_COLUMNS] for row in spread(samples)]
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in (*heading, *rows))
+    return Event(wall_time=time.time(), step=step, summary=text(tag, table))

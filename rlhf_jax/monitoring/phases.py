@@ -13,6 +13,17 @@ from typing import Any, NamedTuple
 import jax.monitoring
 import jax.profiler
 
+# Programs by the names of their functions, for people to read; others by their own names.
+PROGRAMS = {
+    "accumulate": "gradients",
+    "admit": "admission of prompts",
+    "apply": "the optimizer's step",
+    "look_back": "a check of drafts",
+    "overwrite": "texts to draft from",
+    "run": "a round",
+    "score_packed": "log-probabilities",
+    "take": "a smaller batch",
+}
 COMPILATION = "/jax/core/compile/backend_compile_duration"  # jax's name; of the disk cache, too
 
 
@@ -35,6 +46,8 @@ class PhaseClock:
         self._compiling: dict[str, float] = collections.defaultdict(float)
         self._programs: dict[int, str] = {}  # what compiles now, by thread
         self._compiled: float = 0.0  # until when the seconds that compiled are counted
+        # seconds in which the thread of the run compiled, or waited for others that did
+        self.held_up: float = 0.0
         self._lock = threading.Lock()
 
     def __enter__(self) -> PhaseClock:
@@ -70,6 +83,12 @@ class PhaseClock:
         ]
         return sorted(phases, key=lambda phase: -phase.seconds)
 
+    def take_held_up(self) -> float:
+        """Return the seconds of `held_up` since this was last asked for."""
+        held_up = self.held_up
+        self.held_up = 0.0
+        return held_up
+
     def program(self) -> str:
         """Return the name of a program that compiles now, '' where none does."""
         return next(reversed(list(self._programs.values())), "")
@@ -80,13 +99,16 @@ class PhaseClock:
                 self._count_compiling(time.perf_counter())
                 # of jit(update) it is update; one that failed here never told its end
                 name = re.sub(r"^jit\((.*)\)$", r"\1", str(told.get("fun_name", "a program")))
-                self._programs[threading.get_ident()] = name
+                plain = name.strip("_").replace("_", " ")
+                self._programs[threading.get_ident()] = PROGRAMS.get(name, plain)
 
     def _hear(self, event: str, duration_secs: float, **told: Any) -> None:
         if event == COMPILATION:
             with self._lock:
                 self._count_compiling(time.perf_counter())
                 self._programs.pop(threading.get_ident(), None)
+                if threading.current_thread() is threading.main_thread():
+                    self.held_up += duration_secs
 
     def _count_compiling(self, now: float) -> None:
         """Count the seconds since it was last called, where programs were compiled meanwhile."""

@@ -12,10 +12,21 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from rlhf_jax.monitoring.metrics import HELD_OUT, SAMPLES, spread
 from rlhf_jax.monitoring.sinks import SINKS, TrackedRun, record_name
 from rlhf_jax.runtime.files import write_atomically
 
 LAST_WAIT = 60.0  # seconds in which sinks may take what is left when the run ends
+
+
+@dataclasses.dataclass
+class Measured:
+    """Hold what is known of a step."""
+
+    numbers: dict[str, float] = dataclasses.field(default_factory=dict)  # by name
+    samples: dict[str, list[Mapping[str, Any]]] = dataclasses.field(
+        default_factory=lambda: {SAMPLES: [], HELD_OUT: []}
+    )
 
 
 class Sender:
@@ -34,22 +45,35 @@ class Sender:
         say: Callable[[str], None],
     ):
         """Start a thread for each sink; `written` are the lines that the run's files have."""
-        self._rows: dict[int, dict[str, float]] = {}  # numbers by name, by step
+        self._rows: dict[int, Measured] = {}  # by step
         for line in written:
-            self.add(line["step"], {key: line[key] for key in line if key != "samples"})
+            if "response" in line:
+                self._rows.setdefault(line["step"], Measured()).samples[SAMPLES].append(line)
+            else:
+                numbers = {key: line[key] for key in line if key != "samples"}
+                self.add(line["step"], numbers, held_out=line.get("samples", ()))
         self._threads = [_SinkThread(name, workdir, config, say) for name in names]
 
-    def add(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Take what was measured at a step."""
+    def add(
+        self,
+        step: int,
+        numbers: Mapping[str, float],
+        samples: Sequence[Mapping[str, Any]] = (),
+        held_out: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """Take what was measured at a step, and its samples or those of an evaluation."""
         own = {key: float(value) for key, value in numbers.items() if key != "step"}
-        self._rows.setdefault(step, {}).update(own)
+        measured = self._rows.setdefault(step, Measured())
+        measured.numbers.update(own)
+        measured.samples[SAMPLES] += samples
+        measured.samples[HELD_OUT] += held_out
 
     def send(self, before: float) -> None:
         """Send what was measured before a step to all sinks; returns at once."""
         for step in sorted(step for step in self._rows if step < before):
-            numbers = self._rows.pop(step)
+            measured = self._rows.pop(step)
             for thread in filter(threading.Thread.is_alive, self._threads):
-                thread.rows.put((step, numbers))
+                thread.rows.put((step, measured))
 
     def close(self) -> None:
         """Let the sinks end, and wait for those that are not too slow."""
@@ -67,7 +91,7 @@ class _SinkThread(threading.Thread):
         self, name: str, workdir: pathlib.Path, config: dict[str, Any], say: Callable[[str], None]
     ):
         super().__init__(name=f"sink {name}", daemon=True)
-        self.rows: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
+        self.rows: queue.SimpleQueue[tuple[int, Measured] | None] = queue.SimpleQueue()
         self._sink_name = name
         self._say = say
         self._record = workdir / "sinks" / f"{record_name(name)}.json"
@@ -88,9 +112,12 @@ class _SinkThread(threading.Thread):
             last = getattr(sink, "last_step", lambda: None)()
             self._next = self._next if last is None else last + 1
             while row := self.rows.get():
-                step, numbers = row
+                step, measured = row
                 if step >= self._next:
-                    sink.write(step, numbers)
+                    for name, samples in measured.samples.items():
+                        if samples and hasattr(sink, "write_samples"):
+                            sink.write_samples(step, name, spread(samples))
+                    sink.write(step, measured.numbers)
                     self._next = step + 1
                     self._note()
             sink.close()

@@ -18,6 +18,7 @@ import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from rlhf_jax.monitoring.metrics import SAMPLE_COLUMNS
 from rlhf_jax.runtime.extensions import Table
 from rlhf_jax.runtime.foreign import SURROGATE
 
@@ -78,7 +79,8 @@ class Sink(Protocol):
     is named once and hears no more until the run is started again; it never ends the run. One that
     writes behind, and so may lose steps where the process is killed, has a method `last_step`: at
     the beginning it returns the last step that was kept, -1 for none and None where that cannot be
-    known.
+    known. One that shows texts has a method `write_samples(step, name, samples)`: before `write` it
+    is given some samples of the step, rows with the fields of samples.jsonl, under a name.
     """
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -102,6 +104,12 @@ class Wandb:
             config=run.config,
             resume="allow",
         )
+
+    def write_samples(self, step: int, name: str, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Log samples as a table, with the step that is written next."""
+        rows = [[sample.get(column) for column in SAMPLE_COLUMNS] for sample in samples]
+        table = importlib.import_module("wandb").Table(columns=[*SAMPLE_COLUMNS], data=rows)
+        self._run.log({name: table}, step=step, commit=False)
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Log a step."""

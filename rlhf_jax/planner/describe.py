@@ -27,7 +27,7 @@ def print_plan(config: Config, planned: Planned) -> None:
         *placement_rows(str(planned.hardware), planned.plan),
         *work_rows(config),
         *(("not split", line) for line in meshes.unsplit(weights, layout)),
-        ("remat", f"{'on' if planned.remat else 'off'}: {planned.remat_reason}"),
+        ("activations", planned.remat_reason),
         ("memory", "\n".join(memory_parts.table(planned.parts))),
         *_predicted_rows(config, planned),
         *(("bubbles", sentence) for sentence in bubble_warnings(planned.run(config))),

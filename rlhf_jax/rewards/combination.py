@@ -138,13 +138,13 @@ def weighted(
         if len(scores.failures) < len(responses):
             metrics[f"reward/{name}/mean"] = float(np.nanmean(scores.values, dtype=float))
         metrics[f"reward/{name}/failed"] = float(len(scores.failures))
-        metrics |= {f"reward/{name}/{key}": one for key, one in _means(scores.numbers).items()}
+        metrics |= {f"reward/{name}/{key}": one for key, one in means_of(scores.numbers).items()}
     for index in np.flatnonzero(~np.isfinite(values)).tolist():
         failures.setdefault(index, f"gave a weighted sum of {values[index]}")
     return Scores(values, dict(sorted(failures.items()))), metrics
 
 
-def _means(numbers: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+def means_of(numbers: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
     """Return the mean of each number beside a reward, and how many of it were not finite."""
     means = {}
     for name in sorted({one for own in numbers.values() for one in own}):

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import shutil
+import warnings
+
 import jax
 
 from rlhf_jax import mesh as meshes
 from rlhf_jax.config import derived, host, memory, memory_parts
 from rlhf_jax.config.algorithms import algorithm_of
+from rlhf_jax.config.memory_parts import GIGA
 from rlhf_jax.config.schema import Config
-from rlhf_jax.config.sizes import abstract_weights
+from rlhf_jax.config.sizes import abstract_weights, count_weights
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.model.weights.source import digest
 from rlhf_jax.monitoring import console
 from rlhf_jax.placement.pipelined import is_pipelined
 from rlhf_jax.placement.plan import Plan, training_layout
 from rlhf_jax.runtime import distributed
+from rlhf_jax.runtime.files import is_remote
 from rlhf_jax.setup.opened import Opened
 
 LINES_REASON = {
-    "attention of training and inference": "reference: no kernel lets samples share a prompt, so it"
+    "attention of training and inference": "plain JAX: no kernel lets samples share a prompt, so it"
     " is a loop over pairs of blocks"
 }
 
@@ -65,10 +70,12 @@ def print_setup(opened: Opened) -> None:
         rows.append(("held out", _prompts_line(opened.held_out, config.data.eval)))
     rows += [
         *work_rows(config),
+        *learning_rows(opened),
         ("workdir", config.workdir),
         *(("not split", line) for line in meshes.unsplit(weights, layout)),
         ("kernels", _kernels_lines(reasons)),
-        ("remat", f"{'on' if opened.remat else 'off'}: {opened.remat_reason}"),
+        ("activations", opened.remat_reason),
+        ("disk", disk_line(opened)),
         ("memory", "\n".join(memory_parts.table(parts))),
     ]
     title = algorithm_of(config).title_of(config)
@@ -83,6 +90,51 @@ def placement_rows(devices: str, plan: Plan) -> list[tuple[str, str]]:
     sizes = ", ".join(f"{name} {size}" for name, size in shape.items())
     pipelined = "; training in a pipeline, each slice a stage" if is_pipelined(plan) else ""
     return [("devices", f"{devices} ({sizes}{pipelined})")]
+
+
+def learning_rows(opened: Opened) -> list[tuple[str, str]]:
+    """Say the policy's learning rate, and whether it follows from its size."""
+    config = opened.config
+    if not derived.trains(config, "policy"):
+        return []
+    rate = config.training.learning_rate
+    weights = count_weights(opened.policy.config)
+    usual = algorithm_of(config).learning_rate(weights)
+    why = f"as usual for {weights / 1e6:,.0f} million weights" if rate == usual else "as asked for"
+    falls = {"constant": "", "linear": ", falling linearly", "cosine": ", falling as a cosine"}
+    return [("learns at", f"{rate:.2g}{falls[config.training.schedule]}, {why}")]
+
+
+def disk_line(opened: Opened) -> str:
+    """Say what checkpoints and the folders of trained models take in the workdir, and what is free.
+
+    A checkpoint holds float32 weights and the optimizer's two moments of each.
+    """
+    config = opened.config
+    models = opened.models
+    shapes = [models.policy] + [models.critics[role] for role in derived.trained_critics(config)]
+    if opened.student is not None:
+        shapes.append(opened.student)
+    weights = 4 * sum(map(count_weights, shapes))
+    checkpoint = 3 * weights
+    kept = config.checkpoint.keep * bool(config.checkpoint.every)
+    # The one that is being written stands beside those that are kept.
+    folders = 4 * count_weights(models.policy) * (1 + bool(config.checkpoint.best))
+    total = (kept + bool(kept)) * checkpoint + folders
+    said = f"up to {total / GIGA:.1f} GB"
+    if kept:
+        said += f", as a checkpoint takes {checkpoint / GIGA:.1f} and {kept} stay"
+    if is_remote(config.workdir):
+        return said
+    place = next(one for one in opened.workdir.absolute().parents if one.exists())
+    free = shutil.disk_usage(place).free
+    if free < total:
+        warnings.warn(
+            f"The run may take {total / GIGA:.1f} GB in {config.workdir}, and {free / GIGA:.1f} are"
+            " free: lower checkpoint.keep, make room, or name another workdir.",
+            stacklevel=1,
+        )
+    return f"{said}; {free / GIGA:,.0f} GB are free"
 
 
 def work_rows(config: Config) -> list[tuple[str, str]]:

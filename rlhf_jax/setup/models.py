@@ -20,7 +20,7 @@ from rlhf_jax.placement.transfer import put_aside, transfer
 from rlhf_jax.setup.opened import Opened
 from rlhf_jax.training.distill import student_of
 from rlhf_jax.training.learn import trained
-from rlhf_jax.training.optimizer import make_optimizer
+from rlhf_jax.training.optimizer import make_optimizer, scheduled
 from rlhf_jax.types import Model, Trained
 
 
@@ -36,28 +36,31 @@ def load_idle(source: Source, layout: Layout, config: Config) -> Model:
     return put_aside(model) if config.mesh.idle_on_host else model
 
 
+def learning_rates(config: Config) -> dict[str, optax.ScalarOrSchedule]:
+    """Return the learning rate, by role, of what is trained on the samples of a step."""
+    training = config.training
+    critic = config.critic
+    of_update = training.epochs * training.minibatches
+    steps = config.steps * of_update
+    found: dict[str, optax.ScalarOrSchedule] = {}
+    if derived.trains(config, "policy"):
+        own = steps - critic.steps_alone * of_update
+        found["policy"] = scheduled(
+            training.learning_rate, training.warmup_steps, training.schedule, own
+        )
+    of_critics = scheduled(critic.learning_rate, critic.warmup_steps, training.schedule, steps)
+    return found | dict.fromkeys(derived.trained_critics(config), of_critics)
+
+
 def make_optimizers(opened: Opened) -> dict[str, optax.GradientTransformation | None]:
     """Make those of what is trained, by role; None of a model that stays as it is."""
     config = opened.config
     training = config.training
-    critic = config.critic
-    of_update = training.epochs * training.minibatches
     make = functools.partial(
-        make_optimizer,
-        schedule=training.schedule,
-        max_grad_norm=training.max_grad_norm,
-        weight_decay=training.weight_decay,
+        make_optimizer, max_grad_norm=training.max_grad_norm, weight_decay=training.weight_decay
     )
-    steps = config.steps * of_update
     found: dict[str, optax.GradientTransformation | None] = {"policy": None}
-    if derived.trains(config, "policy"):
-        found["policy"] = make(
-            training.learning_rate,
-            warmup_steps=training.warmup_steps,
-            steps=steps - critic.steps_alone * of_update,
-        )
-    of_critics = make(critic.learning_rate, warmup_steps=critic.warmup_steps, steps=steps)
-    found |= dict.fromkeys(derived.trained_critics(config), of_critics)
+    found |= {role: make(rate) for role, rate in learning_rates(config).items()}
     if opened.student is not None:
         rate = config.drafter.learning_rate
         found["drafter"] = (

@@ -20,8 +20,8 @@ from rlhf_jax.config.algorithms import algorithm_of
 from rlhf_jax.config.checks import require_texts
 from rlhf_jax.config.earlier import settled
 from rlhf_jax.config.identity import binding_settings
-from rlhf_jax.config.schema import Config
-from rlhf_jax.config.sizes import PlannedRun, bubble_warnings
+from rlhf_jax.config.schema import Config, flat
+from rlhf_jax.config.sizes import PlannedRun, bubble_warnings, count_weights
 from rlhf_jax.data.prompts import Prompts, read_given, tokenize
 from rlhf_jax.data.rows import read
 from rlhf_jax.model.weights.source import Source, digest, open_source
@@ -103,6 +103,9 @@ def prepare(config: Config) -> Opened:
     derived.register_own(config)
     signatures = validation.validate(config, count_devices(), distributed.count())
     policy = _open_dated(config.model.path, config)
+    if not config.training.learning_rate:
+        usual = algorithm_of(config).learning_rate
+        config.training.learning_rate = usual(count_weights(policy.config))
     drafts = derived.has_drafter(config)
     drafter = open_source(config.drafter.path) if drafts and config.drafter.path else None
     rewards = tuple(_open_dated(path, config) for path in config.reward.models)
@@ -234,3 +237,17 @@ def identity(opened: Opened) -> dict[str, Any]:
             rows = json.dumps(prompts.rows, sort_keys=True, default=repr).encode()
             found[f"the prompts of {name}"] = hashlib.sha256(tokens + rows).hexdigest()[:16]
     return found | binding_settings(opened.config)
+
+
+def check_alike(opened: Opened) -> None:
+    """Raise ValueError where a process was given another config, model or data than the leader."""
+    if not distributed.started():
+        return
+    found = distributed.gather(identity(opened) | flat(opened.config))
+    for rank, other in enumerate(found):
+        for key, value in found[0].items():
+            if other.get(key) != value:
+                raise ValueError(
+                    f"{key} is {other.get(key)!r} on rank {rank} and {value!r} on rank 0: give all"
+                    " the same."
+                )

@@ -25,7 +25,7 @@ from rlhf_jax.placement.plan import training_layout
 from rlhf_jax.reallocation import planner
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.compilation import Programs
-from rlhf_jax.setup.models import make_optimizers
+from rlhf_jax.setup.models import learning_rates, make_optimizers
 from rlhf_jax.setup.opened import Opened
 from rlhf_jax.state import GenerationState, HostState, SpeculationState, remembered
 from rlhf_jax.training.distill import DISTILLATION, Distillation
@@ -91,6 +91,7 @@ def _decoding(opened: Opened) -> GenerationConfig:
 def learners(opened: Opened, remat: bool) -> dict[str, Learner]:
     """Settle what is trained on the samples of a step, and how, by role."""
     optimizers = make_optimizers(opened)
+    rates = learning_rates(opened.config)
     found = {}
     for role, loss in algorithm_of(opened.config).losses.items():
         optimizer = optimizers[role]
@@ -99,7 +100,7 @@ def learners(opened: Opened, remat: bool) -> dict[str, Learner]:
         layout = opened.layouts[f"{role}_training"]
         settings = TrainingSettings.from_config(opened.config, layout, remat)
         waits = opened.config.critic.steps_alone if role == "policy" else 0
-        found[role] = Learner(role, loss, optimizer, settings, waits)
+        found[role] = Learner(role, loss, optimizer, settings, waits, rates[role])
     return found
 
 

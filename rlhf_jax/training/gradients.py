@@ -34,6 +34,8 @@ class Learner:
     optimizer: optax.GradientTransformation
     settings: TrainingSettings  # its own: the layout is where the model lies
     first_update: int = 0  # the updates before it leave the model as it is
+    # the optimizer's, for its metric; None: there is none
+    learning_rate: optax.ScalarOrSchedule | None = None
 
     @property
     def call(self) -> str:

@@ -167,6 +167,7 @@ def learn(
     metrics["training/minibatches_done"] = done - metrics["training/skipped"]
     in_tokens, in_flops = np.mean(padding or [(0.0, 0.0)], axis=0).tolist()
     metrics |= {"training/padding": in_tokens, "training/padding_flops": in_flops}
+    metrics |= _learning_rates(models, learners)
     return models | {role: models[role].counted() for role in learners}, metrics
 
 
@@ -341,6 +342,22 @@ def _means(
         means[name] = max(values) if is_maximum(name) else float(np.mean(values))
     skipped = float(len(history) - len(taken))
     return means | {"training/skipped": skipped, "training/skipped_in_row": float(in_row)}
+
+
+def _learning_rates(models: Models, learners: Learners) -> dict[str, float]:
+    """Return the learning rate of the last step that each optimizer took, or of its first."""
+    found = {}
+    for role, learner in learners.items():
+        rate = learner.learning_rate
+        if callable(rate):
+            # AdamW counts its steps, and so does a schedule: those that were taken, both alike.
+            counts = optax.tree_utils.tree_get_all_with_path(models[role].moments, "count")
+            taken = int(np.max(to_host.fetch([count for _, count in counts])))
+            rate = rate(max(taken - 1, 0))
+        if rate is not None:
+            name = "training" if role == "policy" else role
+            found[f"{name}/learning_rate"] = float(rate)
+    return found
 
 
 def _not_finite(batch: Sequences) -> str:

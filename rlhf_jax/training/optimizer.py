@@ -27,31 +27,34 @@ SCHEDULES: dict[str, Callable[[float, int], optax.Schedule]] = {
 }
 
 
+def scheduled(
+    learning_rate: float, warmup_steps: int = 0, schedule: str = "constant", steps: int = 0
+) -> optax.ScalarOrSchedule:
+    """Return the learning rate of each optimizer step, or the rate itself where it stays.
+
+    It rises linearly over `warmup_steps` and then stays, or falls to 0 over what is left of
+    `steps`, by one of `SCHEDULES`.
+    """
+    if not warmup_steps and schedule == "constant":
+        return learning_rate
+    falls = SCHEDULES[schedule](learning_rate, max(1, steps - warmup_steps))
+    rises = optax.linear_schedule(0.0, learning_rate, warmup_steps)
+    return optax.join_schedules([rises, falls], [warmup_steps])
+
+
 def make_optimizer(
-    learning_rate: float,
-    *,
-    warmup_steps: int = 0,
-    schedule: str = "constant",
-    steps: int = 0,
-    max_grad_norm: float = 1.0,
-    weight_decay: float = 0.0,
+    learning_rate: optax.ScalarOrSchedule, *, max_grad_norm: float = 1.0, weight_decay: float = 0.0
 ) -> optax.GradientTransformation:
     """Return AdamW after clipping by the global norm (Loshchilov and Hutter 2019).
 
-    The rate rises linearly over `warmup_steps` and then stays, or falls to 0 over what is left of
-    `steps`, by one of `SCHEDULES`. Decay of weights spares norms and biases.
+    learning_rate: a number, or `scheduled`. Decay of weights spares norms and biases.
     """
 
     def decays(model: Model) -> Model:
         names = jax.tree_util.tree_map_with_path(lambda path, _: path[-1].name, model)
         return jax.tree.map(lambda name: not name.endswith(("norm", "bias")), names)
 
-    rate = learning_rate
-    if warmup_steps or schedule != "constant":
-        falls = SCHEDULES[schedule](learning_rate, max(1, steps - warmup_steps))
-        rises = optax.linear_schedule(0.0, learning_rate, warmup_steps)
-        rate = optax.join_schedules([rises, falls], [warmup_steps])
-    adamw = optax.adamw(rate, weight_decay=weight_decay, mask=decays)
+    adamw = optax.adamw(learning_rate, weight_decay=weight_decay, mask=decays)
     return optax.chain(clip_by_norm(max_grad_norm), adamw)
 
 

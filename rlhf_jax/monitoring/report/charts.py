@@ -62,6 +62,9 @@ class Chart:
     legend: tuple[tuple[str, str], ...] = ()
 
 
+COLOURS = 4  # classes of lines that have a colour of their own: other-0 ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Lane:
     """Hold a row of `lanes_chart`."""

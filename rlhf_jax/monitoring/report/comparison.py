@@ -8,13 +8,23 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rlhf_jax.monitoring.report.charts import Chart, lines_chart
-from rlhf_jax.monitoring.report.page import STEP_CHARTS, rendered
-from rlhf_jax.monitoring.report.run import RunRecord, read_run, series
+from rlhf_jax.monitoring.metrics import is_measure, paired
+from rlhf_jax.monitoring.report.charts import COLOURS, Chart, lines_chart
+from rlhf_jax.monitoring.report.page import STEP_CHARTS, rendered, shown_pairs
+from rlhf_jax.monitoring.report.run import Row, RunRecord, read_run, series
+from rlhf_jax.monitoring.report.scales import reading, smooth
 from rlhf_jax.runtime.files import write_atomically
 
 CHARTS = (("reward/mean", "Reward", ""), *STEP_CHARTS)
-COLOURS = 4  # classes of lines: other-0 ...
+# Keys of metrics.jsonl whose last values stand in the table, smoothed as in their charts.
+LAST_FIGURES = (
+    "reward/mean",
+    "kl/response",
+    "response/length_mean",
+    "response/unfinished",
+    "generation/tokens_per_second",
+    "step/seconds",
+)
 NO_MATTER = ("workdir", "compilation_cache", "dry_run")  # keys that change no number
 
 
@@ -24,7 +34,9 @@ class Comparison(NamedTuple):
     names: list[str]
     differences: list[tuple[str, list[Any]]]  # a key of the config, and its value in each run
     parting: int | None  # the first step whose samples differ; None where none does
+    figures: list[tuple[str, list[str]]]  # a number, and what it is at last in each run
     charts: list[Chart]
+    pairs: list[tuple[str, list[tuple[str, Row]]]]  # a prompt, and each run's last sample of it
 
 
 def write_comparison(workdirs: Sequence[str | pathlib.Path], path: pathlib.Path) -> Comparison:
@@ -42,8 +54,30 @@ def write_comparison(workdirs: Sequence[str | pathlib.Path], path: pathlib.Path)
         for key in keys
         if key not in NO_MATTER and len({repr(run.config.get(key)) for run in runs}) > 1
     ]
-    found = Comparison(names, differences, _parting(workdirs), _charts(runs, names))
+    last = [run.samples[-1][1] if run.samples else [] for run in runs]
+    found = Comparison(
+        names,
+        differences,
+        _parting(workdirs),
+        figures=_figures(runs),
+        charts=_charts(runs, names),
+        pairs=shown_pairs(names, paired(*last)),
+    )
     write_atomically(path, rendered("comparison.html", **found._asdict()))
+    return found
+
+
+def _figures(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
+    """Return the steps of each run, and the last values of measures and of LAST_FIGURES."""
+    found = [("steps", [f"{len(run.metrics):,}" for run in runs])]
+    measures = dict.fromkeys(key for run in runs for row in run.evaluations for key in row)
+    for key in (*filter(is_measure, measures), *LAST_FIGURES):
+        rows = [run.evaluations if key.startswith("eval/") else run.metrics for run in runs]
+        lines = [series(own, key).values for own in rows]
+        if key in LAST_FIGURES:
+            lines = [smooth(line) if len(line) else line for line in lines]
+        if any(map(len, lines)):
+            found.append((key, [reading(float(line[-1])) if len(line) else "" for line in lines]))
     return found
 
 

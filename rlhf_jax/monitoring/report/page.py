@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import jinja2
 import numpy as np
 
-from rlhf_jax.monitoring.metrics import is_measure
+from rlhf_jax.monitoring.metrics import is_measure, paired
 from rlhf_jax.monitoring.report import drafting, timeline
-from rlhf_jax.monitoring.report.charts import Chart, line_chart, stacked_chart
+from rlhf_jax.monitoring.report.charts import COLOURS, Chart, line_chart, lines_chart, stacked_chart
 from rlhf_jax.monitoring.report.run import Row, RunRecord, Series, is_constant, read_run, series
 from rlhf_jax.monitoring.report.scales import duration, reading, signed, smooth
 from rlhf_jax.monitoring.report.warnings import warnings
@@ -173,6 +175,13 @@ def charts(run: RunRecord) -> list[Chart]:
         legend.append(("dot", "held-out prompts"))
     reward = line_chart("Reward", trained, held_out, height=260)
     drawn = [Chart("Reward", "", reward, tuple(legend))]
+    terms = _terms(run)
+    if len(terms) > 1:
+        lines = [
+            (f"other-{index % COLOURS}", series(run.metrics, key, name))
+            for index, (key, name) in enumerate(terms.items())
+        ]
+        drawn.append(lines_chart("Terms of the reward", "mean of a step, unweighted", lines))
 
     fixed = run.config.get("generation.strategy") != "plain" and not drafting.drafts(run)
     for key, title, note in STEP_CHARTS + (drafting.GAINS if fixed else ()):
@@ -186,7 +195,7 @@ def charts(run: RunRecord) -> list[Chart]:
 def other_charts(run: RunRecord) -> list[Chart]:
     """Draw a small chart for each number that has none above."""
     shown = {"step", "step/seconds", "reward/mean", *timeline.SLICE_KEYS}
-    shown |= {key for key, *_ in STEP_CHARTS + drafting.GAINS}
+    shown |= {key for key, *_ in STEP_CHARTS + drafting.GAINS} | _terms(run).keys()
     shown |= {f"{stage}/seconds" for stage in STAGE_NAMES}
     own = drafting.DRAFTING_KEYS if drafting.drafts(run) else ()
     keys = sorted({key for row in run.metrics for key in row if not key.startswith(own)} - shown)
@@ -212,8 +221,8 @@ def left_out(run: RunRecord) -> list[str]:
 def pairs(run: RunRecord) -> list[tuple[str, list[tuple[str, Row]]]]:
     """Return (prompt, [(when, sample), ...]) of at most PAIRS samples, evenly spread.
 
-    Of two batches it is what has one prompt. Batches of training have no prompts in common: there
-    the sample itself says its prompt. Long texts are cut.
+    Of two batches it is what has one prompt. Where batches of training have none in common, the
+    samples of the last stand alone. Long texts are cut.
     """
 
     def when(step: int) -> str:
@@ -221,12 +230,30 @@ def pairs(run: RunRecord) -> list[tuple[str, list[tuple[str, Row]]]]:
             return f"in step {step:,}"
         return "before training" if step == 0 else f"after {step:,} step{'s' * (step > 1)}"
 
-    batches = [[(when(step), _shown(sample)) for sample in rows] for step, rows in run.samples]
-    rows = list(zip(*batches, strict=False))
-    if run.evaluations:
-        rows = [row for row in rows if len({sample["prompt"] for _, sample in row}) == 1]
-    chosen = rows[:: -(-len(rows) // PAIRS) or 1]
-    return [(row[0][1]["prompt"] if run.evaluations else "", list(row)) for row in chosen]
+    batches = [(when(step), rows) for step, rows in run.samples]
+    rows = paired(*(samples for _, samples in batches)) if len(batches) > 1 else []
+    if not rows:
+        batches = batches[-1:]
+        rows = [(sample,) for _, samples in batches for sample in samples]
+    names = [name for name, _ in batches]
+    return shown_pairs(names, rows)
+
+
+def shown_pairs(
+    names: Sequence[str], rows: Sequence[tuple[Row, ...]]
+) -> list[tuple[str, list[tuple[str, Row]]]]:
+    """Return (prompt, [(name, sample), ...]) of at most PAIRS rows of samples, evenly spread."""
+    return [
+        (str(row[0].get("prompt", "")), [*zip(names, map(_shown, row), strict=True)])
+        for row in rows[:: -(-len(rows) // PAIRS) or 1]
+    ]
+
+
+def _terms(run: RunRecord) -> dict[str, str]:
+    """Return the keys of the means of the reward's terms, with their names."""
+    keys = dict.fromkeys(key for row in run.metrics for key in row)
+    found = {key: re.fullmatch(r"reward/([^/]+)/mean", key) for key in keys}
+    return {key: match[1] for key, match in found.items() if match}
 
 
 def _before_after(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from rlhf_jax.monitoring.diversity import commonest_start
+from rlhf_jax.monitoring.diversity import commonest_form, commonest_start
 from rlhf_jax.monitoring.metrics import is_measure
 from rlhf_jax.monitoring.report.run import RunRecord, series
 from rlhf_jax.monitoring.report.scales import reading, share
@@ -18,8 +18,20 @@ KL_SMALL = 1.0  # nats of a response, below which growth is no matter
 MISMATCH_NATS = 0.02  # of a token
 SHOWN_LETTERS = 60  # of what answers begin with
 ALIKE = 0.25  # of the answers begin alike
+OF_ONE_FORM = 0.5  # of the answers begin alike but for words of the prompt
+FEWEST_STEPS = 3  # of a run that should have learned something
+HARDLY = 0.05  # nats of a response, below which a policy has hardly moved
+CERTAIN = 2.0  # standard errors that a reward rises at least
 SATURATED = 0.02  # of the reward's range
 FALLEN = 0.02  # of a held-out measure
+# Options of which a policy's loss reads no more than the ratio of probabilities, and what they are
+# where nobody has chosen them.
+OF_RATIO = {
+    "algorithm.loss": "ppo",
+    "training.clip_low": 0.2,
+    "training.clip_high": 0.2,
+    "training.target_kl": 0.0,
+}
 OWN_RULES = ("eval/reward", "eval/distinct_pairs")  # keys that no fall of is told
 
 
@@ -43,6 +55,59 @@ def _kl(run: RunRecord) -> Iterator[str]:
         yield (
             f"KL has grown from {reading(early)} to {reading(now)} nats an answer: look at the"
             " samples before you train on."
+        )
+
+
+def _learning(run: RunRecord) -> Iterator[str]:
+    """Tell of a policy that has not left its beginning, or else of a reward that has not risen."""
+    reward = series(run.metrics, "reward/mean")
+    if len(reward) < FEWEST_STEPS or _has_risen(run) or any(_saturated(run)):
+        return
+    part = max(1, len(reward) // 4)
+    first = reading(float(reward.values[:part].mean()))
+    last = reading(float(reward.values[-part:].mean()))
+    rate = run.config.get("training.learning_rate", 0.0)
+    moved = _recent(run, "kl/response")
+    if run.config.get("kl.coefficient") and moved < HARDLY:
+        yield (
+            f"The policy has hardly moved: after {len(reward)} steps an answer is {reading(moved)}"
+            f" nats from the reference, and the reward has gone from {first} to {last}, which may"
+            f" be chance; raise training.learning_rate, which is {rate:.2g}, or take more steps."
+        )
+    else:
+        yield (
+            f"The reward has not risen in {len(reward)} steps, but for chance: it was {first} and"
+            f" is {last}; look whether some samples earn more than others, then take more steps,"
+            f" more samples, or a higher training.learning_rate, which is {rate:.2g}."
+        )
+
+
+def _has_risen(run: RunRecord) -> bool:
+    """Tell whether the reward is higher at the end, by more than chance or on held-out prompts."""
+    held_out = series(run.evaluations, "eval/reward").values
+    if len(held_out) > 1 and held_out[-1] > held_out[0] + FALLEN * max(1.0, abs(held_out[0])):
+        return True
+    reward = series(run.metrics, "reward/mean").values
+    part = max(1, len(reward) // 4)
+    spread = series(run.metrics, "reward/std").values
+    # Samples of a prompt are alike, so prompts are counted, each once in both parts.
+    prompts = max(1, run.config.get("generation.prompts_per_step", 1)) * part
+    error = float(spread.mean()) * (2 / prompts) ** 0.5 if len(spread) else 0.0
+    return float(reward[-part:].mean() - reward[:part].mean()) > CERTAIN * error
+
+
+def _without_effect(run: RunRecord) -> Iterator[str]:
+    """Tell of options that read the ratio of probabilities, where it is 1 by construction."""
+    config = run.config
+    updates = config.get("training.epochs", 2) * config.get("training.minibatches", 2)
+    if updates > 1 or config.get("training.lag"):
+        return
+    changed = [key for key, usual in OF_RATIO.items() if config.get(key, usual) != usual]
+    if changed:
+        told = " and ".join(f"{key}={config[key]}" for key in changed)
+        yield (
+            f"{told} cannot matter as far as it reads the ratio of probabilities: with one epoch,"
+            " one minibatch and no lag that is 1; raise training.minibatches or training.epochs."
         )
 
 
@@ -71,19 +136,29 @@ def _alike(run: RunRecord) -> Iterator[str]:
         start, part = commonest_start(texts)
         if part > ALIKE:
             yield f"{share(part, 1)} of the answers begin with “{start[:SHOWN_LETTERS]}”."
+            return
+    # the first answer to each prompt
+    batches = [
+        [*{str(row["prompt"]): str(row["response"]) for row in reversed(rows)}.items()]
+        for _, rows in run.samples
+    ]
+    if len(batches) > 1 and len(batches[-1]) >= 2 / ALIKE:
+        before, now = (commonest_form(batch) for batch in (batches[0], batches[-1]))
+        if now[1] > max(OF_ONE_FORM, 2 * before[1]):
+            yield (
+                f"{share(now[1], 1)} of the answers have one form, “{now[0][:SHOWN_LETTERS]}” with"
+                f" words of the prompt for “…”; {share(before[1], 1)} began alike before."
+            )
 
 
 def _cut_off(run: RunRecord) -> Iterator[str]:
     part = _recent(run, "response/unfinished")
-    if part == 1:
+    if part > 0.5:
+        many = "All responses" if part == 1 else f"{share(part, 1)} of the responses"
         yield (
-            "All responses are cut off: see whether one of the tokens that the run printed as"
-            " “ends” as it began is the model's own, then raise generation.max_new_tokens."
-        )
-    elif part > 0.5:
-        yield (
-            f"{share(part, 1)} of the responses are cut off: raise"
-            " generation.max_new_tokens, or set reward.missing_end."
+            f"{many} are cut off: see whether one of the tokens that the run printed as “ends” as"
+            " it began is the model's own, then raise generation.max_new_tokens, or set"
+            " reward.missing_end."
         )
 
 
@@ -144,6 +219,7 @@ def _recent(run: RunRecord, key: str) -> float:
 
 CHECKS: tuple[Callable[[RunRecord], Iterator[str]], ...] = (
     _kl,
+    _learning,
     _falling,
     _alike,
     _cut_off,
@@ -152,4 +228,5 @@ CHECKS: tuple[Callable[[RunRecord], Iterator[str]], ...] = (
     _mismatch,
     _failed,
     _skipped,
+    _without_effect,
 )

@@ -1,10 +1,13 @@
-"""Write the pages of the reference that the code knows best: config keys, metrics, public names.
+"""Build the documents as a site, the reference that the code knows best among them.
 
-python docs/generate.py && zensical build
+python docs/build.py          # into site/
+python docs/build.py serve    # and show it
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import rlhf_jax
@@ -12,11 +15,20 @@ from rlhf_jax.command.config import keys
 from rlhf_jax.config.schema import Config
 from rlhf_jax.monitoring.meanings import MEANINGS
 
-REFERENCE = Path(__file__).parent / "reference"
+ROOT = Path(__file__).resolve().parents[1]
+FIRST = ("train", "default_config", "Result", "Callback")  # of the public names
+REFERENCE = ROOT / "docs" / "reference"
 
 
-def main() -> None:
-    """Write the pages."""
+def main(words: list[str]) -> int:
+    """Write the pages, give zensical the rest, and return its exit code."""
+    write_reference()
+    command = [sys.executable, "-m", "zensical", *(words or ["build", "--strict", "--clean"])]
+    return subprocess.run(command, cwd=ROOT).returncode
+
+
+def write_reference() -> None:
+    """Write the pages of config keys, metrics and public names."""
     pages = {"config": config_keys(), "metrics": metrics(), "api": public_names()}
     for name, content in pages.items():
         (REFERENCE / f"{name}.md").write_text(content)
@@ -27,7 +39,7 @@ def config_keys() -> str:
     lines = [
         "# Config keys",
         "",
-        "Every key of a run, as `rlhf_jax/config/schema.py` has it. A config file sets them on what"
+        "Every key of a run, with its default. A config file sets them on what"
         " `rlhf_jax.default_config()` returns, the command line by `--config.any.key=value`;"
         " `rlhf-jax config 'generation.*'` prints the same.",
     ]
@@ -66,11 +78,16 @@ def metrics() -> str:
 
 
 def public_names() -> str:
-    """Return the page of what `rlhf_jax` exports, each with its docstring."""
-    lines = ["# Python", "", "What `import rlhf_jax` gives."]
-    for name in rlhf_jax.__all__:
+    """Return the page of what `rlhf_jax` exports, each with its docstring, first what most need."""
+    lines = ["# Python", "", "What `import rlhf_jax` gives; its name there is that of the heading."]
+    for name in dict.fromkeys([*FIRST, *rlhf_jax.__all__]):
         module, _, own = rlhf_jax._PLACES[name].partition(":")
-        lines += ["", f"## {name}", "", f"::: rlhf_jax.{module}.{own or name}"]
+        lines += [
+            "",
+            f"::: rlhf_jax.{module}.{own or name}",
+            "    options:",
+            f"      heading: {name}",
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -80,4 +97,4 @@ def _cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,96 @@
+"""Talk with a model: a run's trained policy, or any that a run may begin with.
+
+    rlhf-jax chat runs/quickstart [--system "Be brief."] [--say "A question"]
+
+Without --say it asks for one message after the other, and remembers all of them; an empty line ends
+it. What is remembered of the conversation ends where the model's context does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_jax.data.rendering import Message
+from rlhf_jax.generation.engine import generate
+from rlhf_jax.generation.requests import GenerationConfig, Request
+from rlhf_jax.generation.speculative.sampling import Sampling
+from rlhf_jax.generation.speculative.tree import PLAIN
+from rlhf_jax.mesh import ONE_DEVICE
+from rlhf_jax.model.decoding import decoding_weights
+from rlhf_jax.model.weights.source import Source, open_source
+
+MOST_CONTEXT = 2048  # tokens of a conversation
+
+
+def main(argv: list[str]) -> int:
+    """Return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog=argv[0], description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="workdir of a run, a Hugging Face folder, .gguf, or org/name")
+    parser.add_argument("--system", default="", help="system prompt; a policy expects its run's")
+    parser.add_argument("--say", action="append", default=[], help="a message; again for the next")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest")
+    parser.add_argument("--tokens", type=int, default=256, help="of an answer at most")
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args(argv[1:])
+    folder = Path(asked.model).expanduser() / "policy"
+    source = open_source(str(folder) if folder.is_dir() else asked.model)
+    chat: list[Message] = [{"role": "system", "content": asked.system}] if asked.system else []
+    says = iter(asked.say) if asked.say else _lines()
+    for answer in answers(source, says, chat, asked.temperature, asked.tokens, asked.seed):
+        print(answer, flush=True)
+    return 0
+
+
+def answers(
+    source: Source,
+    says: Iterator[str],
+    chat: list[Message],
+    temperature: float,
+    most_tokens: int,
+    seed: int,
+) -> Iterator[str]:
+    """Yield the answer to each message; `chat` holds what comes before, and grows.
+
+    Raises ValueError, in one sentence, for a conversation that the context has no room for.
+    """
+    context = min(MOST_CONTEXT, source.config.max_context)
+    on_cpu = jax.devices()[0].platform == "cpu"
+    layout = dataclasses.replace(ONE_DEVICE, dtype=jnp.dtype("float32" if on_cpu else "bfloat16"))
+    weights = decoding_weights(source.load(layout.dtype), layout)
+    decoding = GenerationConfig(
+        Sampling(temperature), (PLAIN,), source.stop_tokens, 1, max_length=context, seed=seed
+    )
+    for number, said in enumerate(says):
+        chat.append({"role": "user", "content": said})
+        prompt = np.array(source.tokenizer.encode_chat(chat), np.int32)
+        room = min(most_tokens, context - len(prompt))
+        if room < 1:
+            raise ValueError(
+                f"The conversation has {len(prompt)} tokens, and there is room for {context};"
+                " begin a new one."
+            )
+        wanted = [Request(prompt, (number,), room)]
+        (sample,) = generate(weights, None, wanted, decoding, layout)
+        answer = source.tokenizer.decode(sample.tokens)
+        chat.append({"role": "assistant", "content": answer})
+        yield answer
+
+
+def _lines() -> Iterator[str]:
+    """Yield what is typed, or comes through a pipe, up to an empty line."""
+    while True:
+        print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline().strip()
+        if not line:
+            return
+        yield line
