@@ -61,8 +61,8 @@ class Session:
         self.opened = opened
         self.ends = False  # whether a callback wants the run to end, or its config
         condition = opened.config.stop_at
-        self._stop_at = [StopAt(condition)] if condition else []
-        self._callbacks = [*callbacks, *self._stop_at]
+        self._stop_at = StopAt(condition) if condition else None
+        self._callbacks = [*callbacks, *filter(None, [self._stop_at])]
         self._stack = contextlib.ExitStack()
         self._state: RunState | None = None
         self._sender: Sender | None = None
@@ -72,6 +72,7 @@ class Session:
         self._clock = PhaseClock("starting")
         self._phase_start = 0.0
         self._evaluations = 0
+        self.evaluated = -1  # the updates before the last evaluation
         self._looked = 0.0
         self._profile = contextlib.ExitStack()
         # another process decides what is next on the slice that both share
@@ -120,7 +121,8 @@ class Session:
         )
         self._writer = distributed.run_on_all(lambda: opened() if leads else None)
         self._stack.callback(self._writer.close if self._writer else lambda: None)
-        self.ends = distributed.run_on_leader(self._has_ended)
+        if stop_at := self._stop_at:
+            self.ends = distributed.run_on_leader(lambda: stop_at.was_met(self.opened.workdir))
         shown = Console(quiet=not leads)
         progress = console.Progress(config.steps, state.step, shown, self._compiling)
         self._progress = self._stack.enter_context(progress)
@@ -219,7 +221,7 @@ class Session:
         step = state.step - 1
         report.metrics["step"] = step
         report.metrics["step/seconds"] = seconds
-        report.metrics |= most_memory()
+        report.metrics.update(most_memory())
 
         def write() -> None:
             if self._writer is None:  # the leader has the files
@@ -259,6 +261,7 @@ class Session:
     def log_evaluation(self, report: EvaluationReport, step: int) -> None:
         """Write an evaluation down."""
         self._evaluations += 1
+        self.evaluated = step
 
         def write() -> None:
             if self._writer is None:
@@ -272,16 +275,12 @@ class Session:
 
     def _tell(self, hear: Callable[[Callback], bool | None]) -> None:
         """Have each callback hear something; all processes learn whether one wants the end."""
-        if self._callbacks:
-            self.ends |= distributed.run_on_leader(lambda: any([*map(hear, self._callbacks)]))
-        if self.ends:
-            reason = self.opened.config.stop_at or "a callback asked for it"
-            self._progress.say(f"The run ends here ({reason}).")
-
-    def _has_ended(self) -> bool:
-        """Say whether a run that goes on has already met the condition at which it ends."""
-        rows = metrics.read_rows(self.opened.workdir, "evaluations", "metrics")
-        return any(one.after_step(row["step"], row) for one in self._stop_at for row in rows)
+        if not self._callbacks:
+            return
+        ended = self.ends
+        self.ends |= distributed.run_on_leader(lambda: any([*map(hear, self._callbacks)]))
+        if self.ends and not ended:
+            self._progress.say(f"It ends here: {self.opened.config.stop_at or 'by a callback'}.")
 
     def save(self, state: RunState) -> bool:
         """Save all that the next step depends on, behind the run; say whether that is wanted."""

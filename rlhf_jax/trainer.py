@@ -105,6 +105,8 @@ def do_run(
             state = compile_ahead(state, run, session)
             while state.step < config.steps and not session.ends:
                 state = measure_if_due(state, run, session)
+                if session.ends:
+                    break
                 began = time.perf_counter()
                 with session.profiled(state.step):
                     state, report = iteration.step(state, run, session.observe)
@@ -232,7 +234,7 @@ def compile_step(state: RunState, run: Run, longest: Sequences, session: Session
 def measure_if_due(state: RunState, run: Run, session: Session, last: bool = False) -> RunState:
     """Evaluate every so many steps, and after the last one."""
     due = last or state.step % max(1, run.config.evaluation.every) == 0
-    if run.evaluation is None or not due:
+    if run.evaluation is None or not due or session.evaluated == state.step:
         return state
     best = _best_so_far(run, session.opened)
     state, report = evaluate(state, run, session.observe)

@@ -310,18 +310,19 @@ def test_people_are_disjoint_and_their_answers_stand_in_the_sentence():
         assert all(value in row["sentence"] for value in told)
         assert all(f'"{key}"' in row["prompt"] for key in row["answer"])
         perfect = json.dumps({key: one for key, one in row["answer"].items() if one is not None})
-        assert extraction.exact("", perfect, row) == (1.0, {row["kind"]: 1.0})
+        assert extraction.exact("", perfect, row)[0] == 1
 
 
 def test_facts_are_read_as_text_and_rewards_are_partial():
     answer = {"name": "Ann", "age": 34, "city": None}
-    row = {"answer": answer, "sentence": "Ann is 34.", "kind": "a"}
+    row = {"answer": answer, "sentence": "Ann is 34.", "kind": "new_form"}
     told = 'Sure: {"name": "Ann", "age": "34", "city": "Rome"} !'
-    assert extraction.values("", told, row) == 2 / 3 and extraction.only_json("", told, row) == 0
+    assert extraction.values("", told, row) == (2 / 3, {"new_form": 2 / 3})
+    assert extraction.only_json("", told, row) == 0
     assert extraction.from_sentence("", told, row) == 2 / 3
-    assert extraction.values("", '{"name": "Ann", "age": 34, "city": ""}', row) == 1
+    assert extraction.exact("", ' {"name": "Ann", "age": 34, "city": ""}', row)[1]["new_form"] == 1
     for broken in ("", "{", "{" * 5000, "[1]", '{"name": "Ann", "age": 34'):
-        assert extraction.values("", broken, row) == 1 / 3, "the missing value alone is right"
+        assert extraction.values("", broken, row)[0] == 1 / 3, "the missing value alone is right"
         assert extraction.exact("", broken, row)[0] == extraction.only_json("", broken, row) == 0
     assert extraction.exact("", '{"name": "Ann", "age": 34, "job": "pilot"}', row)[0] == 0
 

@@ -177,8 +177,8 @@ def workdir(tmp_path_factory):
     return folder, chooser
 
 
-def printed(*words) -> tuple[int, str]:
-    console = Console(file=io.StringIO(), width=200)
+def printed(*words, width=200) -> tuple[int, str]:
+    console = Console(file=io.StringIO(), width=width)
     return command.main(["strategy.py", *map(str, words)], console), console.file.getvalue()  # pyright: ignore
 
 
@@ -194,7 +194,12 @@ def test_the_command_prints_every_strategy_and_the_choice(workdir):
     names = {line.split()[0] for line in said.splitlines() if line.strip()}
     sentences = [line for line in said.splitlines() if "tokens/s predicted" in line]
     assert len(sentences) == 2 and all(line.endswith(".") for line in sentences)
-    assert {sentence.split(" (")[0] for sentence in sentences} <= names
+    assert {line.partition(": ")[2].split(" (")[0] for line in sentences} <= names
+    assert said.splitlines()[1:3] == sentences, "the answer stands before the tables"
+    _, narrow = printed(folder, "--live", "1,16", width=80)
+    assert max(map(len, narrow.splitlines())) <= 80
+    for name in map(trees.name_of, chooser.candidates.strategies):
+        assert ":" in name or f"{name} " in narrow, "no name is broken"
 
 
 def test_the_command_shows_the_tables_of_the_checkpoint(workdir):

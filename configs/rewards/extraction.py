@@ -11,12 +11,16 @@ import re
 from typing import Any
 
 
-def values(prompt: str, response: str, row: dict) -> float:
-    """Return the share of the values asked for that the response's first JSON object has right."""
+def values(prompt: str, response: str, row: dict) -> tuple[float, dict[str, float]]:
+    """Return the share of the values asked for that the response's first JSON object has right.
+
+    Beside it stands the same by the kind of the row.
+    """
     del prompt
     found, _ = first_object(response)
     right = [_text(found.get(key)) == _text(value) for key, value in row["answer"].items()]
-    return sum(right) / len(right)
+    share = sum(right) / len(right)
+    return share, {row["kind"]: share}
 
 
 def only_json(prompt: str, response: str, row: dict) -> float:
@@ -27,11 +31,14 @@ def only_json(prompt: str, response: str, row: dict) -> float:
 
 
 def exact(prompt: str, response: str, row: dict) -> tuple[float, dict[str, float]]:
-    """Return 1 where the response is the object asked for, to the last value; also by its kind."""
-    found, _ = first_object(response)
-    same_keys = not found.keys() - row["answer"].keys()
-    right = values(prompt, response, row) == 1 and only_json(prompt, response, row) == 1
-    return float(right and same_keys), {row["kind"]: float(right and same_keys)}
+    """Return 1 where the response is the object asked for and nothing else, to the last value.
+
+    Beside it stands the same by the kind of the row, of those that are like what is trained on.
+    """
+    found, rest = first_object(response)
+    right, _ = values(prompt, response, row)
+    whole = float(right == 1 and not rest and found.keys() <= row["answer"].keys())
+    return whole, {row["kind"]: whole} if row["kind"].endswith("_form") else {}
 
 
 def from_sentence(prompt: str, response: str, row: dict) -> float:

@@ -21,6 +21,8 @@ def main(argv: list[str]) -> int:
     found = write_comparison([fetched(workdir) for workdir in asked.workdirs], asked.out)
     for key, values in found.differences:
         print(f"{key}: {' | '.join(map(str, values))}")
+    if not found.differences:
+        print("Their configs are the same.")
     print()
     console.table(["", *found.names], found.figures)
     same = "Their texts are the same as far as both go."

@@ -33,12 +33,12 @@ from rlhf_jax.runtime.mirror import fetched
 # (heading, key, format) of the figures of a row: those predicted of a round, then what rounds gave,
 # empty without any.
 HEADINGS = (
-    ("predicted\ntokens/row", "tokens_per_row", ".2f"),
+    ("predicted\ntok/row", "tokens_per_row", ".2f"),
     ("\nms", "milliseconds", ".3g"),
-    ("\ntokens/s", "tokens_per_second", ",.5g"),
+    ("\ntok/s", "tokens_per_second", ",.5g"),
     ("so far\nrounds", "rounds", ",.0f"),
-    ("\ntokens/row", "realised_tokens_per_row", ".2f"),
-    ("\ntokens/s", "realised_tokens_per_second", ",.5g"),
+    ("\ntok/row", "realised_tokens_per_row", ".2f"),
+    ("\ntok/s", "realised_tokens_per_second", ",.5g"),
 )
 
 
@@ -151,7 +151,9 @@ def _table(rows: list[dict[str, Any]], situation: Situation) -> Table:
     context = situation.context / situation.live
     title = f"{situation.live} live of {situation.rows} rows, {context:,.0f} tokens each"
     table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
-    table.add_column("\nstrategy", overflow="fold")
+    # Only trees that are written out, parent by parent, may be broken.
+    least = max((len(row["strategy"]) for row in rows if ":" not in row["strategy"]), default=0)
+    table.add_column("\nstrategy", min_width=least, overflow="fold")
     for heading, _, _ in HEADINGS:
         table.add_column(heading, justify="right")
     for row in rows:

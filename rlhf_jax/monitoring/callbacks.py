@@ -5,6 +5,9 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Mapping
+from pathlib import Path
+
+from rlhf_jax.monitoring.metrics import read_rows
 
 COMPARISONS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 CONDITION = re.compile(r"\s*(?P<key>\S+?)\s*(?P<sign>>=|<=|>|<)\s*(?P<bound>[-+.\deE]+)\s*")
@@ -48,3 +51,7 @@ class StopAt(Callback):
         return self.key in metrics and bool(self._holds(metrics[self.key], self._bound))
 
     after_evaluation = after_step
+
+    def was_met(self, workdir: Path) -> bool:
+        """Say whether a step that the run in `workdir` has taken was where it ends."""
+        return any(self.after_step(row["step"], row) for row in read_rows(workdir, "metrics"))

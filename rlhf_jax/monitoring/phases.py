@@ -20,7 +20,7 @@ PROGRAMS = {
     "apply": "the optimizer's step",
     "look_back": "a check of drafts",
     "overwrite": "texts to draft from",
-    "run": "a round",
+    "run_round": "a round",
     "score_packed": "log-probabilities",
     "take": "a smaller batch",
 }

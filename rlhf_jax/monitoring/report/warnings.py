@@ -45,7 +45,8 @@ def _kl(run: RunRecord) -> Iterator[str]:
     if not line:
         return
     now = _recent(run, "kl/response")
-    early = float(line.values[: max(1, len(line) // 4)].max())
+    # At the first step nothing has been learned, and KL is 0.
+    early = float(line.values[1 : 1 + max(1, len(line) // 4)].max(initial=0.0))
     if now > KL_NATS:
         yield (
             f"An answer is {reading(now)} nats from the reference: the policy has left the language"
