@@ -53,7 +53,7 @@ def test_every_key_is_printed_with_its_default_and_comment(capsys):
     assert "kl.coefficient = 0.04  (float)\n    reward for each nat" in capsys.readouterr().out
     assert command.main(["config", "learning_rate"]) == 0
     keys = re.findall(r"^(\S+) = ", capsys.readouterr().out, re.MULTILINE)
-    assert keys == [f"{of}.learning_rate" for of in ("drafter", "critic", "training")]
+    assert sorted(keys) == [f"{of}.learning_rate" for of in ("critic", "drafter", "training")]
     with pytest.raises(SystemExit):
         command.main(["config", "learnin_rate"])
     assert "near it are" in capsys.readouterr().err
@@ -75,7 +75,7 @@ def test_a_run_needs_no_config():
     config = command_line.read(["train", *words])
     assert (config.model.path, config.data.train, config.steps) == ("folder", "a.jsonl", 2)
     assert config.reward.functions == ("r.py:f",)
-    with pytest.raises(ValueError, match=r"No config is named\. To begin:\n  rlhf-jax train quick"):
+    with pytest.raises(ValueError, match="No config is named: begin with rlhf-jax train quick"):
         command_line.read(["train", "--config.steps=2"])
     with pytest.raises(ValueError, match="--reward wants a value"):
         command_line.read(["train", "--model", "folder", "--reward"])

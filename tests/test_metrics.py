@@ -279,10 +279,10 @@ def test_tensorboard_holds_each_point_of_a_resumed_run_once(tmp_path):
 def test_a_line_may_be_torn_at_any_byte(tmp_path):
     write_steps(metrics.open_run(tmp_path, "{}"), 0)
     first = metrics.Writer(tmp_path, 1)
-    first.write_rows("samples", 1, [{"response": "schön | a\n\ud800", "reward": None}])
+    first.write_rows("samples", 1, [{"response": "schön | a\n\u2028b", "reward": None}])
     first.close()
     (text,) = [text for (tag, _), text in points(tmp_path).items() if tag == "samples/text_summary"]
-    assert text.endswith("\n| None | schön \\| a ? | None |")
+    assert text.endswith("\n| None | schön \\| a b | None |")
     whole = (tmp_path / "samples.jsonl").read_bytes()
     for end in range(len(whole) + 1):
         (tmp_path / "samples.jsonl").write_bytes(whole[:end])

@@ -247,7 +247,7 @@ def test_nothing_comes_from_a_network(tmp_path):
         ),
         (
             [row(0), row(1)], None, [SAMPLE, SAMPLE | {"step": 1, "response": "s"}],
-            CONFIG, "in step 1 p s",
+            CONFIG, "in step 1 s",
         ),
         ([row(0)], [], [SAMPLE], CONFIG, "(nothing)"),
     ],

@@ -27,11 +27,11 @@ RENAMED = {
     "generation.fewest_rows": "generation.min_rows",
 }
 USAGE = "rlhf-jax train CONFIG[:ARGUMENT] --config.any.key=value"
-BEGIN = """To begin:
-  rlhf-jax train quickstart        a small model learns to write JSON, in minutes on any machine
-  rlhf-jax train --model DIR --prompts FILE.jsonl --reward FILE.py:function
-                                   your own; 'rlhf-jax config' lists the keys of --config.KEY=value
-  rlhf-jax train --help            the configs that there are, and more"""
+BEGIN = (
+    "begin with rlhf-jax train quickstart, where a small model learns to write JSON in minutes, or"
+    " with rlhf-jax train --model DIR --prompts FILE.jsonl --reward FILE.py:function; --help says"
+    " more."
+)
 # What a run without a config must be told, and other short flags, by the key that each sets.
 NAMED_FLAGS = {
     "--model": "model.path",
@@ -64,7 +64,7 @@ def read(argv: list[str]) -> Config:
     """
     spec, named, overrides = _split(argv[1:])
     if not spec and "--model" not in named:
-        raise ValueError(f"No config is named. {BEGIN}")
+        raise ValueError(f"No config is named: {BEGIN}")
     config = load(spec) if spec else default()
     first = []
     for flag, value in named.items():

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from rlhf_jax.runtime.files import write_atomically, writing
-from rlhf_jax.runtime.foreign import SURROGATE
 
 # The package is imported where a run writes: what only plans or measures does without it.
 if TYPE_CHECKING:
@@ -294,7 +293,7 @@ def _text_event(tag: str, step: int, samples: Sequence[Mapping[str, Any]]) -> Ev
 
     def cell(value: object) -> str:
         said = f"{value:.4g}" if isinstance(value, float) else str(value)
-        return SURROGATE.sub("?", " ".join(said.split())).replace("|", "\\|")
+        return " ".join(said.split()).replace("|", "\\|")
 
     heading = [SAMPLE_COLUMNS, ("---",) * len(SAMPLE_COLUMNS)]
     rows = [[cell(row.get(name)) for name in SAMPLE_COLUMNS] for row in spread(samples)]
