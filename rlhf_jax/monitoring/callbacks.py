@@ -50,7 +50,9 @@ class StopAt(Callback):
         del step
         return self.key in metrics and bool(self._holds(metrics[self.key], self._bound))
 
-    after_evaluation = after_step
+    def after_evaluation(self, step: int, means: Mapping[str, float]) -> bool:
+        """Say the same of an evaluation."""
+        return self.after_step(step, means)
 
     def was_met(self, workdir: Path) -> bool:
         """Say whether a step that the run in `workdir` has taken was where it ends."""

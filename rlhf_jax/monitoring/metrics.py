@@ -228,12 +228,12 @@ def before_and_after(workdir: str | pathlib.Path) -> tuple[list, list]:
     return measures, spread(pairs)
 
 
-def spread(rows: Sequence[T]) -> Sequence[T]:
+def spread(rows: Sequence[T]) -> list[T]:
     """Return SHOWN_SAMPLES of some rows, or all if they are fewer, evenly spread over them."""
-    return rows[:: -(-len(rows) // SHOWN_SAMPLES) or 1]
+    return [*rows[:: -(-len(rows) // SHOWN_SAMPLES) or 1]]
 
 
-def paired(*batches: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], ...]]:
+def paired(*batches: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], ...]]:
     """Return samples of several batches beside each other, where their prompts are equal.
 
     The first response to a prompt stands beside the first, the second beside the second. The rest

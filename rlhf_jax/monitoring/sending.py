@@ -111,12 +111,13 @@ class _SinkThread(threading.Thread):
             sink = SINKS[self._sink_name](self._run)
             last = getattr(sink, "last_step", lambda: None)()
             self._next = self._next if last is None else last + 1
+            write_samples = getattr(sink, "write_samples", None)
             while row := self.rows.get():
                 step, measured = row
                 if step >= self._next:
                     for name, samples in measured.samples.items():
-                        if samples and hasattr(sink, "write_samples"):
-                            sink.write_samples(step, name, spread(samples))
+                        if samples and write_samples is not None:
+                            write_samples(step, name, spread(samples))
                     sink.write(step, measured.numbers)
                     self._next = step + 1
                     self._note()

@@ -356,7 +356,7 @@ def _learning_rates(models: Models, learners: Learners) -> dict[str, float]:
             rate = rate(max(taken - 1, 0))
         if rate is not None:
             name = "training" if role == "policy" else role
-            found[f"{name}/learning_rate"] = float(rate)
+            found[f"{name}/learning_rate"] = np.asarray(rate).item()
     return found
 
 
