@@ -689,7 +689,8 @@ def test_a_browser_shows_it_without_complaint(tmp_path):
     seen = browser.shown(report, tmp_path / "profile")
     assert "CONSOLE" not in seen.stderr
     assert 'data-tip="step 29' in seen.stdout, "the script ran"
-    assert seen.stdout.count('<svg class="plot"') == 7
+    drawn = report.read_text(encoding="utf-8").count('<svg class="plot"')
+    assert seen.stdout.count('<svg class="plot"') == drawn > 5
     assert "alert('gotcha')&lt;/script&gt;" in seen.stdout
     for width in (1240, 390):
         assert browser.width_needed(report, tmp_path / "profile", width) <= width

@@ -43,7 +43,7 @@ CHANGES = {
 ENVIRONMENT = os.environ | soon.environment() | {"PYTHONPATH": str(ROOT)}
 pytestmark = pytest.mark.slow
 # what the wall clock says is no part of the promise
-MEASURED = ("seconds", "per_second", "idle_share")
+MEASURED = ("seconds", "per_second", "idle_share", "memory/host")
 
 
 @pytest.fixture(scope="module")
