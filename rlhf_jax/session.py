@@ -203,6 +203,7 @@ class Session:
     @contextlib.contextmanager
     def profiled(self, step: int) -> Iterator[None]:
         """Write a profile of the steps that the config names, for xprof or TensorBoard."""
+        self._clock.take_held_up()  # by what was before the step
         asked = self.opened.config.profile
         first, last = map(int, asked.split(":")) if asked else (0, -1)
         if step == first <= last:
