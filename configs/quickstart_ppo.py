@@ -1,12 +1,10 @@
-"""PPO on SmolLM2-135M-Instruct, with a critic, on the quickstart's task. Seven minutes on two CPU
-cores.
+"""PPO on SmolLM2-135M-Instruct, with a critic, on the quickstart's task, on two CPU cores.
 
-    pip install -e ".[quickstart]" && python launch/train.py --config configs/quickstart_ppo.py
+    python launch/train.py --config configs/quickstart_ppo.py
 
 The critic starts from the policy's own trunk; the KL penalty is taken from the reward token by
-token. It learns more slowly than the quickstart, whose groups need no critic to learn what a prompt
-is worth: on the held-out things reward rises from 0.66 to 0.86, named from 76 % to 95 %, ended from
-34 % to 81 %, at 2.9 nats an answer, in seven minutes.
+token. Of the 45 held-out sentences 38 become the right JSON (2 before), in five minutes. At the
+quickstart's learning rate two steps an update are too far: the reward fell from 0.89 to 0.25.
 """
 
 from pathlib import Path
@@ -21,5 +19,5 @@ def get_config():
     config.algorithm.update(name="ppo", gae_lambda=1.0)
     config.kl.update(place="reward", estimator="k1")
     config.critic.learning_rate = 1e-4
-    config.training.update(minibatches=2, microbatch_rows=16)
+    config.training.update(minibatches=2, learning_rate=4e-5)
     return config
