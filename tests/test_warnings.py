@@ -68,6 +68,8 @@ def test_of_a_good_run_nothing_is_said(tmp_path):
             "100% of the answers have one form, “the … is”",
         ),
         ({"config": {"training.clip_high": 0.4}}, "training.clip_high=0.4 cannot matter as far"),
+        ({"config": {"checkpoint.best": "eval/a/b"}}, "checkpoint.best waits for eval/a/b, which"),
+        ({"config": {"stop_at": "eval/a/b > 1"}}, "stop_at waits for eval/a/b, which was never"),
         ({"config": {"algorithm.loss": "own.py:loss"}}, "algorithm.loss=own.py:loss cannot matter"),
         ({"metrics": {"generation/groups_without_signal": 0.6}}, "60% of the prompts teach noth"),
         ({"metrics": {"mismatch/mean": 0.05}}, "Generation and training differ by 0.050 nats"),
@@ -126,6 +128,7 @@ def test_runs_are_compared_by_config_texts_and_curves(tmp_path, capsys):
         {"metrics": {"reward/mean": 0.5}, "eval/reward": 0.9},  # held out it has risen
         {"config": {"training.clip_high": 0.4, "training.minibatches": 2}},
         {"config": {"training.clip_high": 0.4, "training.lag": 1}},
+        {"config": {"checkpoint.best": "eval/textblob", "stop_at": "reward/mean > 9"}},
         # keys and values are the prompt's
         {"texts": [f'{{"thing": "{noun}"}}' for noun in NOUNS]},
     ],

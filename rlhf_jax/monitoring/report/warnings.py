@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from rlhf_jax.monitoring.callbacks import StopAt
 from rlhf_jax.monitoring.diversity import commonest_form, commonest_start
 from rlhf_jax.monitoring.metrics import is_measure
 from rlhf_jax.monitoring.report.run import RunRecord, series
@@ -212,6 +213,17 @@ def _skipped(run: RunRecord) -> Iterator[str]:
         )
 
 
+def _never_measured(run: RunRecord) -> Iterator[str]:
+    """Tell of a number that a setting waits for, and that no step and no evaluation has had."""
+    stop_at = run.config.get("stop_at")
+    waited = {"stop_at": StopAt(stop_at).key} if stop_at else {}
+    waited["checkpoint.best"] = run.config.get("checkpoint.best", "")
+    for setting, key in waited.items():
+        rows = run.evaluations if key.startswith("eval/") else run.metrics
+        if key and rows and not any(key in row for row in rows):
+            yield f"{setting} waits for {key}, which was never measured: mend the name."
+
+
 def _recent(run: RunRecord, key: str) -> float:
     """Return what a number is at the end; 0 where the run has none."""
     values = series(run.metrics, key).values[-RECENT:]
@@ -230,4 +242,5 @@ CHECKS: tuple[Callable[[RunRecord], Iterator[str]], ...] = (
     _failed,
     _skipped,
     _without_effect,
+    _never_measured,
 )
