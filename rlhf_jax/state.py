@@ -14,8 +14,8 @@ from rlhf_jax.generation.requests import GenerationCounts, RoundReport, Sample
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.monitoring.parts import PhaseParts
 from rlhf_jax.placement.pipelined import StageTimes
-from rlhf_jax.reallocation import length_model
-from rlhf_jax.reallocation.length_model import Lengths
+from rlhf_jax.reallocation import forecasts
+from rlhf_jax.reallocation.forecasts import LengthForecasts, PromptLengths
 from rlhf_jax.types import Models
 
 # What the lengths of earlier responses weigh once the policy has moved, as a factor.
@@ -41,6 +41,21 @@ class RolloutStats:
     selector: Selector | None
 
 
+def lengths_by_prompt(samples: Sequence[Sample]) -> list[PromptLengths]:
+    """Return the lengths of finished samples, and those of earlier responses to their prompts."""
+    by_request: dict[int, list[Sample]] = {}
+    for sample in samples:
+        by_request.setdefault(sample.request.id, []).append(sample)
+    found = []
+    for own in by_request.values():
+        request = own[0].request
+        tokens = np.array([len(sample.tokens) for sample in own])
+        earlier = np.array([len(text) for text in request.history])
+        limit = request.max_new_tokens
+        found.append(PromptLengths(earlier, tokens, tokens < limit, limit))
+    return found
+
+
 @dataclasses.dataclass(frozen=True)
 class SpeculationState:
     """Hold what roll-outs of one kind, training's or evaluation's, leave for later ones."""
@@ -50,18 +65,15 @@ class SpeculationState:
     # of all roll-outs so far
     counts: GenerationCounts = dataclasses.field(default_factory=GenerationCounts)
     # how long responses are
-    lengths: Lengths = dataclasses.field(default_factory=Lengths)
+    lengths: LengthForecasts = dataclasses.field(default_factory=LengthForecasts)
 
     def after(self, samples: Sequence[Sample], stats: RolloutStats) -> SpeculationState:
         """Return the state after a finished stage."""
-        tokens = np.array([len(sample.tokens) for sample in samples])
-        ended = tokens < np.array([sample.request.max_new_tokens for sample in samples])
-        faded = length_model.faded(self.lengths, KEPT_LENGTHS)
         return SpeculationState(
             history=self.history.with_samples(samples),
             selector=stats.selector,
             counts=self.counts + stats.counts,
-            lengths=length_model.observe(faded, tokens, ended),
+            lengths=forecasts.after_stage(self.lengths, lengths_by_prompt(samples), KEPT_LENGTHS),
         )
 
     @property
@@ -74,7 +86,7 @@ class SpeculationState:
         kept = {
             "history": self.history.state(),
             "tally": dataclasses.asdict(self.counts),
-            "lengths": length_model.state(self.lengths),
+            "lengths": forecasts.state(self.lengths),
         }
         return kept | ({"selector": self.selector.state()} if self.selector else {})
 
@@ -83,7 +95,7 @@ class SpeculationState:
         self.history.restore(document["history"])
         if self.selector and "selector" in document:
             self.selector.restore(document["selector"])
-        lengths = length_model.restore(document["lengths"]) if "lengths" in document else Lengths()
+        lengths = forecasts.restore(document.get("lengths", {}))
         counts = GenerationCounts(**document["tally"])
         return dataclasses.replace(self, counts=counts, lengths=lengths)
 

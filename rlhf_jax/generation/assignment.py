@@ -14,8 +14,8 @@ from rlhf_jax.generation.requests import Request, Sample
 from rlhf_jax.generation.rounds import GenerationRun
 from rlhf_jax.generation.scheduler import InFlightRound, SliceBatch, resize, row_bucket
 from rlhf_jax.mesh import Layout
-from rlhf_jax.reallocation import length_model, row_transfer
-from rlhf_jax.reallocation.length_model import Lengths
+from rlhf_jax.reallocation import forecasts, length_model, row_transfer
+from rlhf_jax.reallocation.forecasts import LengthForecasts, References
 from rlhf_jax.reallocation.planner import WAITS, ClusterView, Reallocation
 from rlhf_jax.reallocation.row_transfer import RowPacket
 from rlhf_jax.runtime import messages
@@ -37,7 +37,7 @@ class AssignmentPolicy:
     # None: each slice gets its share at once, and keeps it
     plan_reallocation: Callable[[ClusterView], Reallocation] | None = None
     # what is known of the lengths of responses
-    lengths: Lengths = dataclasses.field(default_factory=Lengths)
+    lengths: LengthForecasts = dataclasses.field(default_factory=LengthForecasts)
     # slices are served one after the other, not as they are ready: then a run repeats itself
     in_turn: bool = False
     # of the stage, where processes assign together or share a slice: no other has it before
@@ -61,9 +61,12 @@ class AssignmentState:
     unassigned: list[int]  # ids of samples that have no slice yet
     policy: AssignmentPolicy
     run: GenerationRun
-    # [k, bins + 1] chances that a response is longer than each of `lengths.EDGES`
+    # [1 + requests, bins + 1] chances that a response is longer than each of `length_model.EDGES`,
+    # the first of any response
     survival: np.ndarray
     survival_of: dict[int, int]  # which of them is a request's, by request id
+    running: dict[int, int]  # tokens of each running sample when samples were last reassigned
+    ended: dict[int, list[int]]  # lengths of responses that have ended, by request id
     rounds_received: int = 0  # since samples were reassigned last
     samples_ended: int = 0  # since then
     freed: tuple[int, ...] = ()  # slices that are to decode nothing but what they have
@@ -110,28 +113,60 @@ def begin_assignment(
         if not reallocates:
             slices[turn % len(slices)].queue.extend(begun)
 
-    # Survival curves of response lengths, and which of them is a request's, by id. Neither what is
-    # known of lengths nor the history of a prompt change in a stage, so these do not.
     asked = [request for request in requests if reallocates and request.sample_ids]
-    seen = [request for request in asked if request.history]
-    survival = length_model.survival(policy.lengths)[None]
-    survival_of = {request.id: 0 for request in asked}
-    if seen:
-        earlier = [[len(text) for text in request.history] for request in seen]
-        sharpened = length_model.sharpened_survival(policy.lengths, earlier)
-        survival = np.concatenate([survival, sharpened])
-        survival_of |= {request.id: 1 + one for one, request in enumerate(seen)}
-
-    return AssignmentState(
+    common = length_model.survival(policy.lengths.lengths)
+    state = AssignmentState(
         own_slices={batch.number: batch for batch in slices},
         layouts=layouts,
         samples=samples,
         unassigned=list(samples) if reallocates else [],
         policy=policy,
         run=run,
-        survival=survival,
-        survival_of=survival_of,
+        survival=np.tile(common, (1 + len(asked), 1)),
+        survival_of={request.id: 1 + place for place, request in enumerate(asked)},
+        running={},
+        ended={request.id: [] for request in asked},
     )
+    _forecast(state, [request for request in asked if request.history])
+    return state
+
+
+def _forecast(state: AssignmentState, requests: Sequence[Request]) -> None:
+    """Forecast the lengths of samples anew, from the narrower of what is known of their prompts."""
+    known = state.policy.lengths
+    found: dict[str, list[tuple[int, References]]] = {}
+    for request in requests:
+        sources = []
+        limit = request.max_new_tokens
+        if request.history:
+            lengths = np.array([len(text) for text in request.history])
+            sources.append(forecasts.earlier_references([lengths], [limit]))
+        if ended := state.ended[request.id]:
+            size = len(request.sample_ids)
+            sources.append(forecasts.sibling_references([np.array(ended)], [size], [limit]))
+        chosen = forecasts.narrowest(known, sources)
+        if chosen is not None:
+            own = state.survival_of[request.id], chosen
+            found.setdefault(chosen.source, []).append(own)
+    for chosen in found.values():
+        places, references = zip(*chosen, strict=True)
+        state.survival[list(places)] = forecasts.survival(known, forecasts.joined(references))
+
+
+def _follow(state: AssignmentState, running: Unfinished) -> None:
+    """Learn which samples have ended since the last time, and what that says of their siblings.
+
+    Of a sample on another process the last length that it reported is known.
+    """
+    now = {sample_id: tokens for sample_id, _, tokens in running}
+    ended = [sample_id for sample_id in state.running if sample_id not in now]
+    for sample_id in ended:
+        sample = state.samples[sample_id]
+        tokens = len(sample.tokens) if sample.done else state.running[sample_id]
+        state.ended[sample.request.id].append(max(1, tokens))
+    state.running = now
+    changed = {state.samples[one].request.id: state.samples[one].request for one in ended}
+    _forecast(state, list(changed.values()))
 
 
 def unfinished(state: AssignmentState) -> Unfinished:
@@ -152,6 +187,7 @@ def reassign(state: AssignmentState, running: Unfinished) -> Assignments:
     assert state.policy.plan_reallocation is not None
     state.rounds_received = 0
     state.samples_ended = 0
+    _follow(state, running)
     waiting = [(sample_id, WAITS, 0) for sample_id in state.unassigned]
     if not (running or waiting):
         return Assignments([], [], [])

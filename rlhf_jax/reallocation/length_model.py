@@ -22,18 +22,13 @@ EDGES = np.unique(np.concatenate([np.arange(16), np.round(np.geomspace(16, 131_0
 
 _BINS = len(EDGES) - 1
 _WIDTHS = np.diff(EDGES)
-_LOG_MIDDLE = np.log((EDGES[:-1] + EDGES[1:]) / 2)
+LOG_MIDDLE = np.log((EDGES[:-1] + EDGES[1:]) / 2)
 
 # Responses that the prior weighs in each bin; by hand.
 _PRIOR_RESPONSES = 1.0
 # Tokens after which half of the responses have ended, by the prior; by hand.
 _PRIOR_MEDIAN = 256.0
 _PRIOR_HAZARD = 1 - (EDGES[:-1] + _PRIOR_MEDIAN) / (EDGES[1:] + _PRIOR_MEDIAN)
-# Standard deviation of log lengths between roll-outs of one prompt; by hand, checked by
-# benchmarks/makespan.py.
-SPREAD = 0.5
-# Weight of a length that earlier roll-outs say nothing of; by hand.
-_LEAST_WEIGHT = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,21 +62,18 @@ def survival(known: Lengths) -> np.ndarray:
     return np.concatenate([[1.0], np.cumprod(1 - np.minimum(hazard, 1.0))])
 
 
-def sharpened_survival(known: Lengths, earlier: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
-    """Return [n, bins + 1] survival of n samples whose prompts were rolled out before.
+def chance(
+    curves: np.ndarray, tokens: np.ndarray, which: np.ndarray | None = None
+) -> np.ndarray:
+    """Return [n] chances that responses are longer than so many tokens [n].
 
-    earlier: lengths of those roll-outs, at least one a sample. The distribution of all responses is
-    weighed by how near each length is to them.
+    curves [k, bins + 1]: survival, and which [n] of them holds for each response: by default one
+    for each. Between two edges it is linear.
     """
-    common = survival(known)
-    mass = common[:-1] - common[1:]
-    count = np.array([len(each) for each in earlier])
-    values = np.log(np.maximum(np.concatenate([np.asarray(each, float) for each in earlier]), 1))
-    near = np.exp(-0.5 * ((_LOG_MIDDLE - values[:, None]) / SPREAD) ** 2)
-    sums = np.add.reduceat(near, np.cumsum(count) - count, axis=0)
-    weight = sums / count[:, None] + _LEAST_WEIGHT
-    ends = (mass * weight)[:, ::-1].cumsum(axis=1)[:, ::-1]
-    return np.concatenate([ends, np.zeros((len(ends), 1))], axis=1) / ends[:, :1]
+    at = np.clip(np.searchsorted(EDGES, tokens, side="right") - 1, 0, _BINS - 1)
+    part = np.clip((tokens - EDGES[at]) / _WIDTHS[at], 0, 1)
+    rows = np.arange(len(curves)) if which is None else which
+    return curves[rows, at] * (1 - part) + curves[rows, at + 1] * part
 
 
 def remaining(
@@ -93,9 +85,7 @@ def remaining(
     [n]: tokens of each response so far, and at most. The tokens are at least 1, and no more than
     the limit leaves where that is 1 or more.
     """
-    at = np.clip(np.searchsorted(EDGES, generated, side="right") - 1, 0, _BINS - 1)
-    part = np.clip((generated - EDGES[at]) / (EDGES[at + 1] - EDGES[at]), 0, 1)
-    alive = curves[which, at] * (1 - part) + curves[which, at + 1] * part
+    alive = chance(curves, generated, which)
 
     # One ascending array for all curves, so that one search serves.
     flat = (2.0 * np.arange(len(curves))[:, None] - curves).ravel()
@@ -118,4 +108,5 @@ def state(known: Lengths) -> dict[str, Any]:
 
 def restore(saved: Mapping[str, Any]) -> Lengths:
     """Return the counts that `state` saved."""
-    return Lengths(np.array(saved["ended"], float), np.array(saved["cut"], float))
+    none = np.zeros(_BINS)
+    return Lengths(*(np.array(saved.get(name, none), float) for name in ("ended", "cut")))

@@ -26,12 +26,13 @@ from rlhf_jax.inference.overlap import ScoringQueue
 from rlhf_jax.inference.scoring import Scored
 from rlhf_jax.monitoring.phases import timed
 from rlhf_jax.monitoring.trace import Span, idle_share, since
-from rlhf_jax.reallocation.length_model import Lengths
+from rlhf_jax.reallocation import forecasts
+from rlhf_jax.reallocation.forecasts import LengthForecasts
 from rlhf_jax.rewards.combination import Response, RewardResult, Score
 from rlhf_jax.rewards.samples import Rewards, compute_rewards, responses_of
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.slice_groups import slice_group_of
-from rlhf_jax.state import HostState, Observer, RolloutStats, remembered
+from rlhf_jax.state import HostState, Observer, RolloutStats, lengths_by_prompt, remembered
 from rlhf_jax.types import Model
 
 
@@ -147,6 +148,8 @@ class RollOut:
         of_groups = by_group(since(record.spans, record.began), [], settings)
         spans = [span for own in of_groups for span in own]
         metrics = counts.metrics(self.metrics["generation/seconds"]) | chosen
+        known = remembered(self.host).training.lengths
+        metrics |= forecasts.coverage(known, lengths_by_prompt(samples))
         metrics |= {
             "inference/seconds": self.metrics["inference/seconds"],
             "generation/idle_share": idle_share(spans, settings.layout.slices),
@@ -201,7 +204,10 @@ class RollOut:
 
 
 def assignment_policy_of(
-    settings: GenerationSettings, lengths: Lengths, name: str, queue: ScoringQueue | None = None
+    settings: GenerationSettings,
+    lengths: LengthForecasts,
+    name: str,
+    queue: ScoringQueue | None = None,
 ) -> AssignmentPolicy:
     """Say where the samples of the stage of this name run, beside which slices may score."""
     assignment_policy = AssignmentPolicy(
