@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import math
 import pathlib
+import statistics
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -25,6 +28,9 @@ ROWS = 64
 ROUND = 0.01  # seconds between two looks at what has finished: about a round
 FRESH = 0.2  # seconds after which rates follow the context
 GRAIN = 64  # context tokens between two entries of the rates
+LOGNORMAL = "lognormal:"
+LOGNORMAL_PROMPT = 200.0  # tokens of a prompt, where lengths follow such a law
+ALIKE = 0.85  # correlation of normal scores of lengths of one prompt
 # places of samples on no slice
 WAITS = -1
 FINISHED = -2
@@ -81,9 +87,12 @@ def read_percentiles(path: str) -> tuple[np.ndarray, np.ndarray, float]:
     """(percentiles [k], response tokens [k], mean prompt tokens) of a table; raises ValueError on
     another file.
     """
+    if path.startswith(LOGNORMAL):
+        return lognormal_percentiles(path)
     if not pathlib.Path(path).is_file():
         raise FileNotFoundError(
-            f"There is no table of lengths {path}; --lengths takes the path of a CSV file."
+            f"There is no table of lengths {path}; --lengths takes the path of a CSV file, or"
+            f" {LOGNORMAL}MEDIAN:SIGMA:MOST."
         )
     with pathlib.Path(path).open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -101,13 +110,34 @@ def read_percentiles(path: str) -> tuple[np.ndarray, np.ndarray, float]:
     return percentiles, tokens, prompt
 
 
+def lognormal_percentiles(law: str) -> tuple[np.ndarray, np.ndarray, float]:
+    """What `read_percentiles` returns, of a law lognormal:MEDIAN:SIGMA:MOST; raises ValueError."""
+    try:
+        median, sigma, most = map(float, law.removeprefix(LOGNORMAL).split(":"))
+    except ValueError as error:
+        raise ValueError(f"{law} is not {LOGNORMAL}MEDIAN:SIGMA:MOST, three numbers.") from error
+    normal = statistics.NormalDist(math.log(median), sigma)
+    percentiles = np.append(np.linspace(0, 100, 20_001)[1:-1], 100.0)
+    tokens = [math.exp(normal.inv_cdf(each / 100)) for each in percentiles[:-1]]
+    return percentiles, np.minimum([*tokens, most], most), LOGNORMAL_PROMPT
+
+
 def draw_lengths(
-    percentiles: np.ndarray, tokens: np.ndarray, count: int, luck: np.random.Generator
+    percentiles: np.ndarray,
+    tokens: np.ndarray,
+    count: int,
+    luck: np.random.Generator,
+    alike: int = 1,
 ) -> np.ndarray:
     """[count] response tokens: linear between the percentiles, from 1 below the first, the last one
-    above it.
+    above it. Each `alike` in a row are of a prompt, by a normal copula of correlation ALIKE.
     """
-    drawn = np.interp(100 * luck.random(count), [0, *percentiles], [1, *tokens])
+    chance = luck.random(count)
+    if alike > 1:
+        own = luck.normal(0, math.sqrt(1 - ALIKE), count)
+        prompt = luck.normal(0, math.sqrt(ALIKE), -(-count // alike)).repeat(alike)[:count]
+        chance = np.vectorize(statistics.NormalDist().cdf)(prompt + own)
+    drawn = np.interp(100 * chance, [0, *percentiles], [1, *tokens])
     return np.maximum(np.round(drawn), 1)
 
 
@@ -149,15 +179,23 @@ class Outcome:
     moves: int = 0
     moved_bytes: float = 0.0
     paused: float = 0.0  # slice seconds lost to moves
+    decisions: list[float] = dataclasses.field(default_factory=list)  # seconds that each took
     # tokens that still wait for inference at the end, where idle slices did some
     unscored: float = 0.0
 
 
 def run(
-    machine: Machine, slices: int, total: np.ndarray, prompt: float, policy: Policy, scoring: float
+    machine: Machine,
+    slices: int,
+    total: np.ndarray,
+    prompt: float,
+    policy: Policy,
+    scoring: float,
+    charged: bool = False,
 ) -> Outcome:
     """Drain the samples; scoring: seconds of inference a token on one slice that has no rows to
-    decode.
+    decode. charged: whether the host's seconds for the first decision stop all slices, and later
+    ones the slice that it serves, as far as they take longer than the round that is in flight there.
     """
     count = len(total)
     stage = Stage(
@@ -174,7 +212,14 @@ def run(
     changed = True
     while (stage.place != FINISHED).any():
         if changed:
-            _apply(stage, policy(stage), pause, outcome)
+            began = time.perf_counter()
+            plan = policy(stage)
+            outcome.decisions.append(time.perf_counter() - began)
+            if charged:
+                in_flight = ROUND if outcome.seconds else 0.0
+                late = max(0.0, outcome.decisions[-1] - in_flight)
+                pause[: 1 if outcome.seconds else slices] += late
+            _apply(stage, plan, pause, outcome)
         live = stage.live
         rate = machine.rate(live, stage.context())
         rows = np.flatnonzero(stage.place >= 0)

@@ -1,7 +1,7 @@
 """How long a stage takes under several ways to place its samples on slices, by simulation: one
 JSON document.
 
-    python benchmarks/makespan.py --slices 64 --samples 64 --acceptance 0.7 --prediction oracle
+    python benchmarks/makespan.py --slices 16 --lengths lognormal:900:1.3:16384 --prediction noisy:0.5
 
 A slice is the machine of a table of measured call times (`--latency`; columns batch, seq, gamma,
 mode, median_ms or mean_ms); at most 64 rows of it run at once, the other samples wait. Lengths are
@@ -9,9 +9,11 @@ drawn from a table of percentiles (`--lengths`); prompts have its mean. Without 
 tables are those of benchmarks/tables. All policies but `plain` take the draft length of each
 round that is best for the rows then live. Our policy is the planner that runs for real,
 `rlhf_jax.reallocation`, which knows the lengths (`oracle`), the true lengths times log-normal noise
-of that sigma as an earlier roll-out would tell them (`noisy:0.5`), or just the law of other stages'
-lengths and each sample's length so far (`none`). `packing` is what could be had with all known from
-the start.
+of that sigma as an earlier roll-out would tell them (`noisy:0.5`), the lengths of siblings that have
+ended (`siblings`, 8 of a prompt), or just the lengths of the stage before and each sample's length
+so far (`none`). What noise or siblings are worth it learns in the stage before, in which noise was
+`--wrong`; with `--first` there is no stage before. `packing` is what could be had with all known
+from the start. The host's time for each decision is charged, `--free-decisions` leaves it out.
 
 The lower bound is the larger of all work at the best throughput (and all inference, where fused)
 and the longest sample alone at its best speed, both with the context of a fresh prompt. What can be
@@ -24,7 +26,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -43,7 +44,8 @@ from benchmarks.drains import (
     run,
 )
 from benchmarks.latency_table import LATENCY_TABLE, read_table
-from rlhf_jax.reallocation import length_model
+from rlhf_jax.reallocation import forecasts, length_model
+from rlhf_jax.reallocation.forecasts import LengthForecasts, PromptLengths
 from rlhf_jax.reallocation.planner import ClusterView, Reallocation, plan_reallocation
 
 STRIDE = 128  # tokens after which a packed slice's rate follows the context
@@ -51,7 +53,10 @@ PRECISION = 0.003  # of the deadline of a packing
 LEFT = 0.2  # of all samples, at which the threshold rule gathers the rest
 SATURATED = 0.9  # of a lone row's speed that a row keeps on a slice that is not saturated
 TOKEN_BYTES = 131_072  # of an 8B model's cache: 2 x 32 layers x 8 heads x 128 x 2 bytes
-OTHERS = 4096  # responses of earlier stages, that the law of lengths was counted from
+PER_PROMPT = 8  # samples of a prompt, where siblings forecast
+KEPT = 0.5  # of what was learned, from one stage to the next, as in a run
+
+PREDICTIONS = ("oracle", "noisy", "siblings", "none")
 
 Predict = Callable[[Stage, np.ndarray], np.ndarray]  # tokens left [m, Q] of samples [m]
 
@@ -81,6 +86,11 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "--move-latency-ms", type=float, default=2.0, help="of a move, besides its bytes"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", action="store_true", help="nothing is known of any lengths")
+    parser.add_argument(
+        "--wrong", type=float, help="sigma of the noise two stages before, if it was another"
+    )
+    parser.add_argument("--free-decisions", action="store_true", help="the host's time is not charged")
     return checked(parser, parser.parse_args(given))
 
 
@@ -98,7 +108,9 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--acceptance", type=float, default=0.7, help="chance that a draft is right"
     )
-    parser.add_argument("--prediction", default="oracle", help="oracle, noisy:SIGMA or none")
+    parser.add_argument(
+        "--prediction", default="oracle", help="oracle, noisy:SIGMA, siblings or none"
+    )
     parser.add_argument("--free-drafter", action="store_true", help="drafting costs nothing")
     return parser
 
@@ -106,8 +118,8 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 def checked(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> argparse.Namespace:
     """What was asked; the parser ends the program where it makes no sense."""
     kind, _, sigma = asked.prediction.partition(":")
-    if kind not in ("oracle", "noisy", "none") or (kind == "noisy") != bool(sigma):
-        parser.error("--prediction is oracle, noisy:SIGMA or none.")
+    if kind not in PREDICTIONS or (kind == "noisy") != bool(sigma):
+        parser.error("--prediction is oracle, noisy:SIGMA, siblings or none.")
     if asked.slices < 1 or asked.samples < 1 or not 0 <= asked.acceptance <= 1:
         parser.error("--slices and --samples are at least 1, --acceptance is between 0 and 1.")
     return asked
@@ -243,25 +255,50 @@ def oracle(stage: Stage, rows: np.ndarray) -> np.ndarray:
     )
 
 
-def by_law(law: length_model.Lengths, noisy: np.ndarray | None, limit: float) -> Predict:
-    """What the law says of each sample, and, where there are such, noisy [n] lengths of earlier
-    roll-outs.
+def by_forecasts(
+    known: LengthForecasts, total: np.ndarray, earlier: np.ndarray | None, limit: float
+) -> Predict:
+    """What is known of the lengths of other stages, of noisy lengths earlier [n] where there are
+    such, and else of siblings that have ended.
 
     limit: tokens of a response, at most.
     """
-    curves = (
-        length_model.survival(law)[None]
-        if noisy is None
-        else length_model.sharpened_survival(law, list(noisy[:, None]))
-    )
+    curves = np.tile(length_model.survival(known.lengths), (len(total), 1))
+    limits = np.full(len(total), limit)
+    if earlier is not None and known.belief(forecasts.EARLIER):
+        references = forecasts.earlier_references(list(earlier[:, None]), limits)
+        curves = forecasts.survival(known, references)
+    follows = earlier is None and known.belief(forecasts.SIBLINGS) is not None
+    groups = [np.arange(len(total))[at : at + PER_PROMPT] for at in range(0, len(total), PER_PROMPT)]
+    ended_before = np.zeros(len(groups), int)
 
     def predict(stage: Stage, rows: np.ndarray) -> np.ndarray:
-        which = np.zeros(len(rows), int) if noisy is None else np.arange(len(rows))
-        return length_model.remaining(
-            curves if noisy is None else curves[rows], which, stage.done[rows], limit
-        )
+        if follows:
+            over = stage.place == FINISHED
+            ended = np.add.reduceat(over, np.arange(0, len(total), PER_PROMPT))
+            for one in np.flatnonzero(ended > ended_before).tolist():
+                own = groups[one]
+                lengths = total[own[over[own]]]
+                references = forecasts.sibling_references([lengths], [len(own)], [limit])
+                curves[own] = forecasts.survival(known, references)
+            ended_before[:] = ended
+        return length_model.remaining(curves[rows], np.arange(len(rows)), stage.done[rows], limit)
 
     return predict
+
+
+def prompts_of(total: np.ndarray, earlier: np.ndarray | None, limit: float) -> list[PromptLengths]:
+    """What a stage with these lengths [n] has shown: of noisy ones [n], or of siblings."""
+    size = PER_PROMPT if earlier is None else 1
+    return [
+        PromptLengths(
+            np.zeros(0) if earlier is None else earlier[at : at + 1],
+            total[at : at + size],
+            total[at : at + size] < limit,
+            limit,
+        )
+        for at in range(0, len(total), size)
+    ]
 
 
 # ---- the reference that knows all
@@ -357,9 +394,11 @@ def document(asked: argparse.Namespace) -> dict:
     percentiles, tokens, prompt = read_percentiles(asked.lengths)
     points = read_table(asked.latency)
     luck = np.random.default_rng(asked.seed)
-    total = draw_lengths(percentiles, tokens, asked.slices * asked.samples, luck)
-    others = draw_lengths(percentiles, tokens, OTHERS, luck)
-    law = length_model.observe(length_model.Lengths(), others, np.ones(OTHERS, bool))
+    alike = PER_PROMPT if asked.prediction == "siblings" else 1
+    count = asked.slices * asked.samples
+    total, before, long_before = (
+        draw_lengths(percentiles, tokens, count, luck, alike) for _ in range(3)
+    )
     plain, machine = (
         Machine(
             rates_of(points, asked.acceptance, prompt + total.max(), drafts, asked.free_drafter),
@@ -370,16 +409,33 @@ def document(asked: argparse.Namespace) -> dict:
         for drafts in (False, True)
     )
     scoring = asked.inference_ms_per_token / 1e3
-    predict = prediction(asked.prediction, law, total, luck, float(tokens[-1]))
-    decisions = []
+    limit = float(tokens[-1])
+    known = LengthForecasts()
+    if not asked.first:
+        stages = [(before, asked.prediction)]
+        if asked.wrong is not None:
+            stages.insert(0, (long_before, f"noisy:{asked.wrong}"))
+        for lengths, kind in stages:
+            shown = prompts_of(lengths, noisy(kind, lengths, luck), limit)
+            known = forecasts.after_stage(known, shown, KEPT)
+    earlier = noisy(asked.prediction, total, luck)
+
+    def ours_with(scoring: float) -> Policy:
+        if asked.prediction == "oracle":
+            return ours(oracle, scoring)
+        return ours(by_forecasts(known, total, earlier, limit), scoring)
+
     policies = policies_of(asked, plain, machine, total, prompt)
-    policies["ours"] = (machine, timed(ours(predict, 0.0), decisions), ours(predict, scoring))
+    policies["ours"] = (machine, ours_with(0.0), ours_with(scoring))
     found = {}
     inference = scoring * float((prompt + total).sum()) / asked.slices
+    decisions: list[float] = []
     for name, (own, apart, fused) in policies.items():
         first, second = (
-            run(own, asked.slices, total, prompt, policy, scoring) for policy in (apart, fused)
+            run(own, asked.slices, total, prompt, policy, scoring, not asked.free_decisions)
+            for policy in (apart, fused)
         )
+        decisions = first.decisions
         found[name] = figures(first, second, asked.slices, inference, scoring)
     bound, fused = (
         lower_bound(machine, total, asked.slices, prompt, after) for after in (0.0, inference)
@@ -394,6 +450,11 @@ def document(asked: argparse.Namespace) -> dict:
         "fused_lower_bound_seconds": round(fused, 3),
         "policies": found,
         "ours_to_packing": ratio(found, "ours", "packing", "generation_seconds"),
+        "best_other_to_ours": round(
+            min(found[name]["generation_seconds"] for name in ("static", "even", "threshold"))
+            / found["ours"]["generation_seconds"],
+            4,
+        ),
         "static_to_ours": ratio(found, "static", "ours", "generation_seconds"),
         "unfused_to_fused": round(
             found["ours"]["unfused_seconds"] / found["ours"]["fused_seconds"], 4
@@ -403,6 +464,8 @@ def document(asked: argparse.Namespace) -> dict:
         ),
         "first_decision_ms": round(1e3 * decisions[0], 1),
         "median_decision_ms": round(1e3 * float(np.median(decisions)), 2),
+        "p99_decision_ms": round(1e3 * float(np.quantile(decisions[1:], 0.99)), 2),
+        "covered": forecasts.coverage(known, prompts_of(total, earlier, limit)),
     }
 
 
@@ -421,32 +484,10 @@ def policies_of(
     }
 
 
-def prediction(
-    asked: str,
-    law: length_model.Lengths,
-    total: np.ndarray,
-    luck: np.random.Generator,
-    limit: float,
-) -> Predict:
-    """What the command line names."""
-    kind, _, sigma = asked.partition(":")
-    if kind == "oracle":
-        return oracle
-    return by_law(
-        law, total * luck.lognormal(0, float(sigma), len(total)) if kind == "noisy" else None, limit
-    )
-
-
-def timed(policy: Policy, seconds: list[float]) -> Policy:
-    """The policy, which notes how long each decision takes, prediction and all."""
-
-    def noted(stage: Stage) -> Reallocation:
-        began = time.perf_counter()
-        plan = policy(stage)
-        seconds.append(time.perf_counter() - began)
-        return plan
-
-    return noted
+def noisy(prediction: str, total: np.ndarray, luck: np.random.Generator) -> np.ndarray | None:
+    """[n] lengths as an earlier roll-out would tell them, where the command line names that."""
+    kind, _, sigma = prediction.partition(":")
+    return total * luck.lognormal(0, float(sigma), len(total)) if kind == "noisy" else None
 
 
 def figures(apart: Outcome, fused: Outcome, slices: int, inference: float, scoring: float) -> dict:

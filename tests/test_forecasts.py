@@ -72,7 +72,7 @@ def test_lengths_that_follow_no_normal_law_are_covered_too():
     luck = np.random.default_rng(0)
 
     def stage() -> list[PromptLengths]:
-        long = luck.beta(0.4, 0.4, (256, 1)) > luck.random((256, GROUP + 2))
+        long = luck.beta(0.4, 0.4, (1024, 1)) > luck.random((1024, GROUP + 2))
         lengths = np.ceil(np.where(long, 1500.0, 60.0) * luck.gamma(4.0, 0.25, long.shape))
         finished = np.ones(GROUP, bool)
         return [PromptLengths(one[:2], one[2:], finished, LIMIT) for one in lengths]

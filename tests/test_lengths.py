@@ -22,12 +22,10 @@ def law_of(tokens: np.ndarray, finished: np.ndarray | None = None) -> Lengths:
     )
 
 
-def left(law: Lengths, generated, earlier=None, limit: float = 8192.0) -> np.ndarray:
+def left(law: Lengths, generated, limit: float = 8192.0) -> np.ndarray:
     generated = np.atleast_1d(np.asarray(generated, float))
     curves = length_model.survival(law)[None]
-    if earlier:
-        curves = length_model.sharpened_survival(law, earlier)
-    return length_model.remaining(curves, np.arange(len(generated)) % len(curves), generated, limit)
+    return length_model.remaining(curves, np.zeros(len(generated), int), generated, limit)
 
 
 @pytest.mark.parametrize("generated", [0, 37, 250, 801, 1500])
@@ -64,33 +62,6 @@ def test_beyond_all_that_was_seen_what_has_come_far_goes_far():
 def test_without_evidence_there_is_a_prior():
     found = left(Lengths(), [0, 1000])
     assert np.isfinite(found).all() and np.median(found[1]) > np.median(found[0]) > 50
-
-
-def test_earlier_roll_outs_sharpen_the_law():
-    """One roll-out with the noise that the law supposes: the posterior by brute force, sampled."""
-    law = law_of(drawn(100_000))
-    tokens = drawn(400_000, 2)
-    luck = np.random.default_rng(3)
-    noisy = tokens * luck.lognormal(0, length_model.SPREAD, len(tokens))
-    for told, generated in ((60.0, 0), (60.0, 50), (900.0, 0), (900.0, 600)):
-        alike = tokens[(np.abs(np.log(noisy / told)) < 0.05) & (tokens > generated)] - generated
-        found = left(law, generated, [np.array([told])])[0]
-        np.testing.assert_allclose(found, np.quantile(alike, CHANCES), rtol=0.12, atol=4)
-        assert found[-1] / found[0] < left(law, generated)[0, -1] / left(law, generated)[0, 0]
-
-
-def test_a_sample_that_outlives_its_siblings_follows_the_law():
-    law = law_of(drawn(100_000))
-    np.testing.assert_allclose(left(law, 1200, [np.full(8, 40.0)])[0], left(law, 1200)[0], rtol=0.1)
-
-
-def test_samples_are_predicted_one_by_one():
-    law = law_of(drawn(5000))
-    generated = np.array([0.0, 10.0, 300.0])
-    earlier = [np.array([50.0, 70.0]), np.array([60.0]), np.array([400.0])]
-    together = left(law, generated, earlier)
-    for one in range(3):
-        np.testing.assert_allclose(together[one], left(law, generated[one], [earlier[one]])[0])
 
 
 def test_samples_may_share_a_law_and_differ_in_limits():

@@ -42,7 +42,9 @@ def document(folder: pathlib.Path, *more: str) -> dict:
     (folder / "lengths.csv").write_text(LENGTHS)
     table = write_table(folder / "table.csv")
     files = [f"--latency={table}", f"--lengths={folder / 'lengths.csv'}"]
-    return makespan.document(makespan.arguments([*files, "--slices=6", "--samples=24", *more]))
+    return makespan.document(
+        makespan.arguments([*files, "--slices=6", "--samples=24", "--free-decisions", *more])
+    )
 
 
 def measured(folder: pathlib.Path, samples: int, prediction: str) -> dict:
@@ -58,7 +60,9 @@ def measured(folder: pathlib.Path, samples: int, prediction: str) -> dict:
     (folder / "lengths.csv").write_text("\n".join(table))
     files = [f"--latency={folder / 'table.csv'}", f"--lengths={folder / 'lengths.csv'}"]
     return makespan.document(
-        makespan.arguments([*files, f"--samples={samples}", f"--prediction={prediction}"])
+        makespan.arguments(
+            [*files, f"--samples={samples}", f"--prediction={prediction}", "--free-decisions"]
+        )
     )
 
 
@@ -148,6 +152,51 @@ def test_the_bound_of_foresight_where_it_is_known(deadline, late):
     machine = drains.Machine(np.array([np.zeros(10), np.full(10, 24.0)]), 0.0, 1.0, 0.0)
     alike = foresight.Kinds(np.array([10.0]), np.array([[1.0] * 24 + [0.0] * 2]))  # 96 tokens long
     assert 0.94 * late <= foresight.least_late(machine, alike, 2, 0.0, deadline) <= late + 1e-6
+
+
+def on_a_tail(*more: str) -> dict:
+    """Sixteen slices of the measured machine, half of the responses under 900 tokens."""
+    law = ["--lengths=lognormal:900:1.3:16384", "--slices=16", "--free-decisions"]
+    return makespan.document(makespan.arguments([*law, *more]))
+
+
+def test_a_lognormal_law_is_cut_off_at_its_limit():
+    percentiles, tokens, prompt = drains.read_percentiles("lognormal:900:1.3:16384")
+    drawn = drains.draw_lengths(percentiles, tokens, 100_000, np.random.default_rng(0))
+    assert drawn.max() == 16384 and prompt > 0
+    np.testing.assert_allclose(np.median(drawn), 900, rtol=0.02)
+    np.testing.assert_allclose(np.mean(drawn == 16384), 0.0128, atol=0.002)
+    with pytest.raises(ValueError, match="MEDIAN:SIGMA:MOST"):
+        drains.read_percentiles("lognormal:900")
+
+
+def test_samples_of_a_prompt_are_alike():
+    percentiles, tokens, _ = drains.read_percentiles("lognormal:900:1.3:16384")
+    drawn = drains.draw_lengths(percentiles, tokens, 80_000, np.random.default_rng(0), alike=8)
+    logs = np.log(drawn).reshape(-1, 8)
+    assert logs.std(axis=1).mean() < 0.5 < 1.1 < logs.mean(axis=1).std()
+    np.testing.assert_allclose(np.median(drawn), 900, rtol=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more, gain",
+    [
+        (("--prediction=noisy:0.25", "--wrong=1.0"), 1.02),
+        (("--prediction=siblings",), 0.985),
+        (("--prediction=none",), 0.985),
+    ],
+    ids=["noisy", "siblings", "none"],
+)
+def test_what_is_known_of_a_tail_is_used(more, gain):
+    """Beside the best of static, even and threshold; two stages before the noise was another."""
+    assert on_a_tail(*more)["best_other_to_ours"] >= gain
+
+
+def test_a_first_stage_is_spread_evenly():
+    """Nothing is known of what a forecast is worth, so none is believed."""
+    found = on_a_tail("--prediction=noisy:0.5", "--first")
+    assert found["best_other_to_ours"] >= 0.995 and "lengths/earlier_within_50" not in found["covered"]
 
 
 @pytest.mark.slow

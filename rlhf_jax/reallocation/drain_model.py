@@ -22,11 +22,6 @@ _ROWS_BEYOND = 0.1
 _HORIZON_SAMPLES = 512
 # Steps of the time in which all slices end, for the deadline; by hand.
 _TICKS = 256
-# Share of a deadline by which an end comes later that counts e times as much. From 0.006 to 0.02 the
-# stages of benchmarks/makespan.py end alike.
-SOFTNESS = 0.01
-# The most that an end counts, as a power of e: more is no number.
-_MOST_RISK = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,18 +49,10 @@ class DrainForecast:
         """Return [...] seconds of the slices, and those of all their rows, summed."""
         return self.seconds + np.einsum("...b,...b->...", self.live, self.pace)
 
-    def risk(self, deadline: float, paused: np.ndarray | float = 0.0) -> np.ndarray:
-        """Return [...] how much slices threaten to end a stage later, paused for [...] seconds.
-
-        It is the sum over rows of exp((their end - deadline) / softness), expected. The logarithm
-        of all slices' sum is a soft maximum of their ends: one that ends last counts, and many that
-        end together hardly more than one.
-        """
-        ended = self.live.copy()
-        ended[..., :-1] -= self.live[..., 1:]
-        later = self.over + np.asarray(paused, self.over.dtype)[..., None] - deadline
-        later *= 1 / (SOFTNESS * deadline)
-        return np.einsum("...b,...b->...", ended, np.exp(np.minimum(later, _MOST_RISK, out=later)))
+    def late(self, deadline: np.ndarray | float) -> np.ndarray:
+        """Return [...] row seconds expected after a deadline [...]."""
+        after = self.over - np.asarray(deadline, self.over.dtype)[..., None]
+        return np.einsum("...b,...b->...", self.live, np.minimum(np.maximum(after, 0), self.pace))
 
     def deadline(self) -> float:
         """Return the seconds after which one row of all slices is expected to live.
@@ -97,7 +84,7 @@ class DecodeRate:
 
         It is int8, and the last bin for all beyond the horizon.
         """
-        last = np.maximum(left * (1 / self.width) - 0.5, 0)  # as many bins as come nearest
+        last = left * (1 / self.width)
         return np.minimum(last, BINS - 1, out=last).astype(np.int8)
 
     def curves(self, ends: np.ndarray) -> np.ndarray:

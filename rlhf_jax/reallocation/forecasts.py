@@ -1,8 +1,9 @@
 """Forecast a response's length from others to its prompt: earlier ones, and siblings that ended.
 
 Responses to one prompt are alike in length. How much alike is learned from those that ended and
-those that were cut off, for each source by itself. Until a source has proved itself it says
-nothing, and the distribution of all responses holds.
+those that were cut off, for each source by itself: a normal law of log lengths, and then how the
+chances that it gave came true. Until a source has proved itself it says nothing, and the
+distribution of all responses holds.
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ _MOST_TRIED = 512
 _TRIED_AT = (0.25, 0.5, 0.75)
 # The central intervals of a forecast whose coverage is measured.
 _INTERVALS = (0.5, 0.9)
+# Parts of a forecast, equally likely if it is right, in which responses are counted.
+_PARTS = 20
+_PART_EDGES = np.linspace(0, 1, _PARTS + 1)
+# Responses that a source is taken to have forecast rightly to begin with; by hand.
+_RIGHT_AT_FIRST = 40.0
 
 
 class Belief(NamedTuple):
@@ -63,6 +69,7 @@ class References(NamedTuple):
     # [n] standard deviations that the prompt's mean is above theirs, as the shortest end first
     lift: np.ndarray
     limit: np.ndarray  # [n] tokens of a response at most, which those referred to had, too
+    since: np.ndarray  # [n] tokens that a response has in any case: as many as those that ended
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +82,8 @@ class LengthForecasts:
         default_factory=lambda: np.zeros((len(SOURCES), len(_BELIEFS)))
     )
     tried: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(len(SOURCES)))
+    # [sources, parts] responses that fell into each part of their forecasts
+    parts: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((len(SOURCES), _PARTS)))
 
     def belief(self, source: str) -> Belief | None:
         """Return the likeliest belief in a source; None where it was tried on few responses."""
@@ -96,8 +105,7 @@ class _Tried(NamedTuple):
     """Hold what became of n forecasts."""
 
     references: References
-    generated: np.ndarray  # [n] tokens that the sample had when it was made
-    tokens: np.ndarray  # [n] that it had in the end
+    tokens: np.ndarray  # [n] that the sample had in the end
     finished: np.ndarray  # [n] bool
 
 
@@ -105,7 +113,8 @@ def earlier_references(lengths: Sequence[np.ndarray], limit: Sequence[float]) ->
     """Return what n samples refer to whose prompts had responses of these lengths before."""
     center = np.array([np.log(np.maximum(one, 1)).mean() for one in lengths])
     count = np.array([len(one) for one in lengths])
-    return References(EARLIER, center, count, np.zeros(len(count)), np.array(limit))
+    none = np.zeros(len(count))
+    return References(EARLIER, center, count, lift=none, limit=np.array(limit), since=none)
 
 
 def sibling_references(
@@ -115,7 +124,8 @@ def sibling_references(
     center = np.array([np.log(np.maximum(one, 1)).mean() for one in ended])
     count = np.array([len(one) for one in ended])
     lift = [_lift(len(one), of) for one, of in zip(ended, size, strict=True)]
-    return References(SIBLINGS, center, count, np.array(lift), np.array(limit))
+    since = np.array([one.max() for one in ended])
+    return References(SIBLINGS, center, count, np.array(lift), np.array(limit), since)
 
 
 @functools.cache
@@ -139,11 +149,14 @@ def survival(known: LengthForecasts, references: References) -> np.ndarray:
     """
     belief = known.belief(references.source)
     assert belief is not None, "A source that has not proved itself says nothing."
-    return _survival(length_model.survival(known.lengths), references, belief)
+    curves = _survival(length_model.survival(known.lengths), references, belief)
+    counts = known.parts[SOURCES.index(references.source)] + _RIGHT_AT_FIRST / _PARTS
+    came_true = np.append(0.0, counts.cumsum() / counts.sum())
+    return 1 - np.interp(1 - curves, _PART_EDGES, came_true)
 
 
 def _survival(common: np.ndarray, references: References, belief: Belief) -> np.ndarray:
-    """Return `survival` under a belief. common [bins + 1]: that of all responses."""
+    """Return `survival` under a belief alone. common [bins + 1]: that of all responses."""
     mass = common[:-1] - common[1:]
     width = belief.width(references.count)
     center = references.center + belief.spread / math.sqrt(2) * references.lift
@@ -155,7 +168,9 @@ def _survival(common: np.ndarray, references: References, belief: Belief) -> np.
     near *= (1 - belief.strays) / near.sum(axis=1, keepdims=True)
     near += belief.strays * mass / mass.sum()
     ends = near[:, ::-1].cumsum(axis=1)[:, ::-1]
-    return np.concatenate([ends, np.zeros((len(ends), 1))], axis=1) / ends[:, :1]
+    curves = np.concatenate([ends, np.zeros((len(ends), 1))], axis=1) / ends[:, :1]
+    reached = length_model.chance(curves, references.since)
+    return np.minimum(curves / np.maximum(reached, 1e-12)[:, None], 1.0)
 
 
 def narrowest(known: LengthForecasts, both: Sequence[References]) -> References | None:
@@ -177,6 +192,7 @@ def after_stage(
     lengths = length_model.observe(lengths, everyone.tokens, everyone.finished)
     likelihood = kept * known.likelihood
     count = kept * known.tried
+    parts = kept * known.parts
     common = length_model.survival(lengths)
     for tried in _tried(prompts):
         at = SOURCES.index(tried.references.source)
@@ -185,16 +201,33 @@ def after_stage(
             _log_likelihood(_survival(common, tried.references, belief), tried)
             for belief in _BELIEFS
         ]
-    return LengthForecasts(lengths, likelihood, count)
+        likeliest = _BELIEFS[int(likelihood[at].argmax())]
+        parts[at] += _parts(_survival(common, tried.references, likeliest), tried)
+    return LengthForecasts(lengths, likelihood, count, parts)
 
 
 def _log_likelihood(curves: np.ndarray, tried: _Tried) -> float:
     """Return that of what came, summed over forecasts with survival `curves` [n, bins + 1]."""
-    reached = length_model.chance(curves, tried.generated)
-    beyond = length_model.chance(curves, tried.tokens)
-    before = length_model.chance(curves, tried.tokens - 1)
-    came = np.where(tried.finished, before - beyond, beyond)
-    return float(np.log(np.maximum(came, 1e-12) / np.maximum(reached, 1e-12)).sum())
+    low, high = _came(curves, tried)
+    return float(np.log(np.maximum(high - low, 1e-12)).sum())
+
+
+def _came(curves: np.ndarray, tried: _Tried) -> tuple[np.ndarray, np.ndarray]:
+    """Return between which chances [n], [n] responses ended; cut off ones before certainty."""
+    low = 1 - length_model.chance(curves, tried.tokens - tried.finished)
+    high = 1 - length_model.chance(curves, tried.tokens)
+    return low, np.where(tried.finished, high, 1.0)
+
+
+def _inside(low: np.ndarray, high: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """Return [n, k] chances that responses, anywhere between low and high, are between edges."""
+    part = np.diff(np.clip(edges, low[:, None], high[:, None]), axis=1)
+    return part / np.maximum(high - low, 1e-12)[:, None]
+
+
+def _parts(curves: np.ndarray, tried: _Tried) -> np.ndarray:
+    """Return [parts] responses that ended in each part of their forecasts."""
+    return _inside(*_came(curves, tried), _PART_EDGES).sum(axis=0)
 
 
 def coverage(known: LengthForecasts, prompts: Sequence[PromptLengths]) -> dict[str, float]:
@@ -210,15 +243,11 @@ def coverage(known: LengthForecasts, prompts: Sequence[PromptLengths]) -> dict[s
         if name in SOURCES and known.belief(name) is None:
             continue
         curves = survival(known, tried.references) if name in SOURCES else everyone[None]
-        curves = np.broadcast_to(curves, (len(tried.tokens), curves.shape[1]))
-        reached = length_model.chance(curves, tried.generated)
-        low = 1 - length_model.chance(curves, tried.tokens - tried.finished) / reached
-        high = np.where(tried.finished, 1 - length_model.chance(curves, tried.tokens) / reached, 1)
+        came = _came(np.broadcast_to(curves, (len(tried.tokens), curves.shape[1])), tried)
         for inside in _INTERVALS:
-            edges = (1 - inside) / 2, (1 + inside) / 2
-            part = np.clip(high, *edges) - np.clip(low, *edges)
-            share = np.mean(part / np.maximum(high - low, 1e-12))
-            found[f"lengths/{name}_within_{round(100 * inside)}"] = float(share)
+            edges = np.array([1 - inside, 1 + inside]) / 2
+            share = float(_inside(*came, edges).mean())
+            found[f"lengths/{name}_within_{round(100 * inside)}"] = share
     return found
 
 
@@ -227,7 +256,7 @@ def _everyone(prompts: Sequence[PromptLengths]) -> _Tried:
     tokens = np.concatenate([prompt.tokens for prompt in prompts])
     finished = np.concatenate([prompt.finished for prompt in prompts])
     none = np.zeros(len(tokens))
-    return _Tried(References("all", none, none, none, none), none, tokens, finished)
+    return _Tried(References("all", *[none] * 5), tokens, finished)
 
 
 def _tried(prompts: Sequence[PromptLengths]) -> list[_Tried]:
@@ -242,21 +271,20 @@ def _tried(prompts: Sequence[PromptLengths]) -> list[_Tried]:
     if rows:
         earlier, tokens, finished, limit = zip(*_some(rows), strict=True)
         references = earlier_references(earlier, limit)
-        none = np.zeros(len(tokens))
-        found.append(_Tried(references, none, np.array(tokens), np.array(finished)))
+        found.append(_Tried(references, np.array(tokens), np.array(finished)))
     siblings = [one for prompt in prompts for one in _siblings(prompt)]
     if siblings:
-        ended, size, limit, generated, tokens, finished = zip(*_some(siblings), strict=True)
+        ended, size, limit, tokens, finished = zip(*_some(siblings), strict=True)
         references = sibling_references(ended, size, limit)
-        found.append(_Tried(references, *map(np.array, (generated, tokens, finished))))
+        found.append(_Tried(references, np.array(tokens), np.array(finished)))
     return found
 
 
-def _siblings(prompt: PromptLengths) -> list[tuple[np.ndarray, int, float, float, float, bool]]:
+def _siblings(prompt: PromptLengths) -> list[tuple[np.ndarray, int, float, float, bool]]:
     """Return forecasts by siblings, each when a share of a prompt's samples had just ended.
 
     It is the lengths of these, how many samples there are, their limit, the tokens that the sample
-    had by then, that it had in the end, and whether it was not cut off.
+    had in the end, and whether it was not cut off.
     """
     size = len(prompt.tokens)
     order = np.lexsort((~prompt.finished, prompt.tokens))
@@ -265,11 +293,10 @@ def _siblings(prompt: PromptLengths) -> list[tuple[np.ndarray, int, float, float
     found = []
     for count in sorted({math.ceil(share * size) for share in _TRIED_AT}):
         if count < size and finished[:count].all():
-            now = tokens[count - 1]
             found += [
-                (tokens[:count], size, prompt.limit, now, tokens[one], bool(finished[one]))
+                (tokens[:count], size, prompt.limit, tokens[one], bool(finished[one]))
                 for one in range(count, size)
-                if tokens[one] > now
+                if tokens[one] > tokens[count - 1]
             ]
     return found
 
@@ -282,8 +309,8 @@ def _some(rows: list[Any]) -> list[Any]:
 
 def state(known: LengthForecasts) -> dict[str, Any]:
     """Return what a checkpoint keeps."""
-    sources = {"likelihood": known.likelihood.copy(), "tried": known.tried.copy()}
-    return length_model.state(known.lengths) | sources
+    names = ("likelihood", "tried", "parts")
+    return length_model.state(known.lengths) | {name: getattr(known, name).copy() for name in names}
 
 
 def restore(saved: Mapping[str, Any]) -> LengthForecasts:
@@ -292,4 +319,5 @@ def restore(saved: Mapping[str, Any]) -> LengthForecasts:
     likelihood = np.array(saved.get("likelihood", ()), float)
     if likelihood.shape != (len(SOURCES), len(_BELIEFS)):
         return LengthForecasts(lengths)
-    return LengthForecasts(lengths, likelihood, np.array(saved["tried"], float))
+    counts = (np.array(saved[name], float) for name in ("tried", "parts"))
+    return LengthForecasts(lengths, likelihood, *counts)

@@ -9,17 +9,10 @@ are, the more evenly samples stand.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 
-from rlhf_jax.reallocation.drain_model import (
-    BINS,
-    ROUNDING,
-    SOFTNESS,
-    DecodeRate,
-    DrainForecast,
-)
+from rlhf_jax.reallocation.drain_model import BINS, ROUNDING, DecodeRate, DrainForecast
 
 # The bins in which all samples of a slice end, one after the other.
 _WIDE = 2 * BINS
@@ -38,6 +31,9 @@ _START_EVERY = 5
 _SHARERS = 10
 # Parts of a slice's rows that begin one after the other.
 _PIECES = 8
+# Deadlines that are tried at once, and how often they close in.
+_DEADLINES = 4
+_ROUNDS = 5
 # Halvings by which the deadline of a refill closes in.
 _HALVINGS = 12
 # Seconds later that a first placement may end for a second that all slices and rows spare.
@@ -118,7 +114,7 @@ def _pack(
     groups = -(-slices // share)
     ways = _find_ways(decode_rate, ends[::share], groups, share=share, inference=inference / slices)
     prices = (0.0, 1 / slices) if inference else (0.0,)
-    seconds, counts = _end_soonest(ways, prices)
+    seconds, counts = min((_end_soonest(ways, price) for price in prices), key=lambda one: one[0])
 
     # Each group, and all that are left, deal out the run around their own samples. Samples that
     # look alike stay in order, as a slice prefills a prompt once.
@@ -192,27 +188,33 @@ def _begin(decode_rate: DecodeRate, live: np.ndarray, curves: np.ndarray) -> np.
     return live
 
 
-def _end_soonest(ways: _Ways, prices: Sequence[float]) -> tuple[float, list[int]]:
-    """Return the seconds of a stage, and the samples of each slice of the first runs.
-
-    prices: seconds that a busy slice second may be held to cost, of which the best is taken.
-    """
-    # All samples dealt out to all slices end by then, if their chances are as they seem.
-    alike = ways.dealt.live[-1, 0]
-    deadline = float(ways.dealt.over[-1, 0][alike > ROUNDING].max())
-    seconds, _ = _cut(ways, deadline, price=0.0)
-    return min((_cut(ways, seconds, price) for price in prices), key=lambda one: one[0])
+def _end_soonest(ways: _Ways, price: float) -> tuple[float, list[int]]:
+    """Return the best of `_cut`, by deadlines that close in on the best so far."""
+    tries = _DEADLINES
+    low = 0.0
+    high = float(ways.dealt.over[-1, 0][ways.dealt.live[-1, 0] > ROUNDING].max())
+    found = []
+    for _ in range(_ROUNDS):
+        tried = np.linspace(low, high, tries + 2)[1:-1]
+        found += [_cut(ways, float(deadline), price) for deadline in tried]
+        best = tried[np.argmin([seconds for seconds, _ in found[-tries:]])]
+        low = best - (tried[1] - tried[0])
+        high = best + (tried[1] - tried[0])
+    return min(found, key=lambda one: one[0])
 
 
 def _cut(ways: _Ways, deadline: float, price: float) -> tuple[float, list[int]]:
-    """Return what `_end_soonest` does, by the risk beside a deadline: about the stage's end."""
+    """Return the seconds of a stage, and the samples of each slice of the first runs.
+
+    Minimised are the row seconds after a deadline. price: seconds that a busy slice second is held
+    to cost; those of `PackingSettings.idle_price` stay in the figure, to choose among equals.
+    """
     slices = int(ways.sharers[-1])
     sharers = ways.sharers
-    softness = SOFTNESS * deadline
+    idle_price = _IDLE_PRICE / slices
 
     def cost_of(drains: DrainForecast) -> np.ndarray:
-        seconds = price * drains.seconds + _IDLE_PRICE / slices * drains.spent
-        return drains.risk(deadline) + seconds / softness
+        return drains.late(deadline) + price * drains.seconds + idle_price * drains.spent
 
     # The cost of a run from one cut to another, and of dealing out the rest from a start.
     cost = np.full((len(ways.cuts), len(ways.cuts)), np.inf)
@@ -226,10 +228,9 @@ def _cut(ways: _Ways, deadline: float, price: float) -> tuple[float, list[int]]:
     path = paths[slices - sharers[few]][ways.starts[start]]
     busy = ways.runs.seconds[path[1:] * (path[1:] + 1) // 2 + path[:-1]].sum()
     busy += sharers[few] * ways.dealt.seconds[few, start]
-    risk = ways.share * float(total[few, start] - price * busy / softness)
-    seconds = deadline + softness * float(np.log(max(risk, ROUNDING)))
-    idle = seconds - busy / slices
-    return seconds + max(0.0, ways.inference - idle), np.diff(ways.cuts[path]).tolist()
+    late = ways.share * float(total[few, start] - price * busy)
+    idle = deadline - busy / slices
+    return deadline + late + max(0.0, ways.inference - idle), np.diff(ways.cuts[path]).tolist()
 
 
 def _cheapest_paths(cost: np.ndarray, slices: int) -> tuple[np.ndarray, list[np.ndarray]]:

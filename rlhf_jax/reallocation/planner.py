@@ -3,9 +3,9 @@
 The aim is to end a stage soonest. A slice is known by how many of its rows are expected to live
 after so many tokens more. Its end follows, as rows gain at the speed of their number. The longest
 samples rule the end of the stage, so these stand on light slices and short ones on full ones
-(`packing`); afterwards single moves correct what turns out otherwise. A move gains if a soft maximum
-of the rows' ends is then expected sooner, so what many rows may become counts for as much as it is
-likely.
+(`packing`); afterwards single moves correct what turns out otherwise. A move gains if fewer row
+seconds are then expected after the time at which all but one row of the stage have ended: so what
+many rows may become counts for as much as it is likely.
 """
 
 from __future__ import annotations
@@ -15,13 +15,7 @@ import dataclasses
 import numpy as np
 
 from rlhf_jax.reallocation import packing
-from rlhf_jax.reallocation.drain_model import (
-    ROUNDING,
-    SOFTNESS,
-    DecodeRate,
-    DrainForecast,
-    decode_rate_of,
-)
+from rlhf_jax.reallocation.drain_model import ROUNDING, DecodeRate, DrainForecast, decode_rate_of
 from rlhf_jax.reallocation.length_model import SHARES
 
 WAITS = -1  # The place of a sample that has no slice.
@@ -41,12 +35,11 @@ _ADMISSION_ROUNDS = 4
 _ROWS_TRIED = 16
 # Slices that are tried for such a row; by hand, likewise.
 _SLICES_TRIED = 12
-# Times the seconds that a move stops its slices, that it must gain; by benchmarks/makespan.py, as
-# what is expected of the best of many moves is more than comes.
-_MOVE_PRICE = 8.0
-# Share of the risk of its two slices, that a move must take away besides; likewise, and so that no
-# row swings.
-_LEAST_GAIN = 0.1
+# Times the seconds that a move stops its slices, that it must gain; by hand.
+_MOVE_PRICE = 4.0
+# Share of what is late on its two slices, that a move must gain besides; by hand, checked by
+# benchmarks/makespan.py.
+_LEAST_GAIN = 0.2
 # Deadline of admissions over the soonest possible, for what waits; by hand.
 _SLACK = 1.03
 
@@ -97,8 +90,8 @@ class _Draft:
     fixed: np.ndarray  # [n] bool, not to move: what waited, or has moved
     deadline: float = dataclasses.field(init=False)  # these by `admit`, which comes first
     ends: np.ndarray = dataclasses.field(init=False)  # [slices] seconds
-    # [slices] how much they threaten to end later
-    risk: np.ndarray = dataclasses.field(init=False)
+    # [slices] row seconds expected after the deadline
+    late: np.ndarray = dataclasses.field(init=False)
 
     def curve(self, samples: np.ndarray) -> np.ndarray:
         """Return [m, B] chances that each of m samples lives in each bin."""
@@ -119,7 +112,7 @@ class _Draft:
         drain = self.drain(self.expected_live)
         self.deadline = drain.deadline()
         self.ends = drain.seconds
-        self.risk = drain.risk(self.deadline)
+        self.late = drain.late(self.deadline)
 
     def move(self, sample: int, there: int) -> None:
         """Let a sample stand on another slice; the deadline stays."""
@@ -132,11 +125,7 @@ class _Draft:
         self.fixed[sample] = True
         drain = self.drain(self.expected_live[pair])
         self.ends[pair] = drain.seconds
-        self.risk[pair] = drain.risk(self.deadline)
-
-    def delay(self, risk: np.ndarray | float) -> np.ndarray | float:
-        """Return the seconds by which the stage is expected to end later for so much more risk."""
-        return SOFTNESS * self.deadline * risk / max(float(self.risk.sum()), ROUNDING)
+        self.late[pair] = drain.late(self.deadline)
 
     def longest_first(self, samples: np.ndarray) -> np.ndarray:
         """Return the samples [m] in order of their expected tokens."""
@@ -282,7 +271,7 @@ def _find_firsts(
 
 
 def _moves(draft: _Draft) -> list[tuple[int, int]]:
-    """Make the moves by which the stage ends sooner, by clearly more than they cost.
+    """Make the moves that let least be late, by clearly more than they cost.
 
     No sample moves twice. Returns (sample, to slice) of each.
     """
@@ -290,7 +279,7 @@ def _moves(draft: _Draft) -> list[tuple[int, int]]:
     stuck = np.zeros(draft.view.slices, bool)
     most_stuck = min(_MOST_STUCK, len(stuck))
     while len(moves) < _MOST_MOVES and stuck.sum() < most_stuck:
-        late = int(np.where(stuck, -np.inf, draft.risk).argmax())
+        late = int(np.where(stuck, -np.inf, draft.late).argmax())
         move = _best_move(draft, late)
         if move is None:
             stuck[late] = True
@@ -301,7 +290,7 @@ def _moves(draft: _Draft) -> list[tuple[int, int]]:
 
 
 def _best_move(draft: _Draft, late: int) -> tuple[int, int] | None:
-    """Return the row of a late slice, and the slice to take it, that leave least risk.
+    """Return the row of a late slice, and the slice to take it, after which both are least late.
 
     Returns None if nothing gains.
     """
@@ -312,15 +301,16 @@ def _best_move(draft: _Draft, late: int) -> tuple[int, int] | None:
     if not len(rows) or not len(takers) or draft.live[late] < 2:
         return None
     rows = _pick_evenly(draft.longest_first(rows), _ROWS_TRIED)
-    takers = takers[np.lexsort((draft.ends[takers], draft.risk[takers]))[:_SLICES_TRIED]]
+    takers = takers[np.lexsort((draft.ends[takers], draft.late[takers]))[:_SLICES_TRIED]]
 
+    # What a move costs counts as if the deadline were so much sooner.
     curves = draft.curve(rows)
-    paused = _MOVE_PRICE * draft.cost(rows)
-    without = draft.drain(draft.expected_live[late] - curves).risk(draft.deadline, paused)
+    deadline = draft.deadline - _MOVE_PRICE * draft.cost(rows)
+    without = draft.drain(draft.expected_live[late] - curves).late(deadline)
     together = draft.drain(draft.expected_live[takers][None] + curves[:, None])
-    joined = together.risk(draft.deadline, paused[:, None])
-    before = draft.risk[late] + draft.risk[takers]
-    gain = (1 - _LEAST_GAIN) * before - without[:, None] - joined
+    joined = together.late(deadline[:, None])
+    before = draft.late[late] + draft.late[takers]
+    gain = before - without[:, None] - joined - _LEAST_GAIN * before
     row, taker = np.unravel_index(gain.argmax(), gain.shape)
     return (int(rows[row]), int(takers[taker])) if gain[row, taker] > 0 else None
 
@@ -342,7 +332,7 @@ def _gather(draft: _Draft) -> list[tuple[int, int]]:
     """
     view = draft.view
     ends = draft.ends.sum()
-    risk = draft.risk.sum()
+    late = draft.late.sum()
     work = np.where(draft.live > 0, draft.expected_live.sum(axis=1), np.inf)
     here = int(work.argmin())
     rows = np.flatnonzero(draft.place == here)
@@ -371,8 +361,7 @@ def _gather(draft: _Draft) -> list[tuple[int, int]]:
     pace = draft.decode_rate.paces[len(rows)]
     spared = min(ends - draft.ends.sum(), tokens / draft.decode_rate.width * pace)
     spared -= 2 * _MOVE_PRICE * draft.cost(rows).sum()
-    delay = draft.delay(draft.risk.sum() - risk)
-    return moves if spared > max(0.0, view.slices * delay) else []
+    return moves if spared > max(0.0, view.slices * (draft.late.sum() - late)) else []
 
 
 def _find_taker(draft: _Draft, row: int, takers: np.ndarray, wanted: bool) -> int | None:
@@ -386,8 +375,8 @@ def _find_taker(draft: _Draft, row: int, takers: np.ndarray, wanted: bool) -> in
     curve = draft.curve(samples)
     before = draft.expected_live[takers]
     joined = draft.drain(before + curve)
-    risk = joined.risk(draft.deadline, draft.cost(samples)) - draft.risk[takers]
-    added = joined.seconds - draft.ends[takers] + draft.view.slices * draft.delay(risk)
+    late = joined.late(draft.deadline - draft.cost(samples)) - draft.late[takers]
+    added = joined.seconds - draft.ends[takers] + draft.view.slices * late
     if not wanted:
         pace = draft.decode_rate.pace
         here = draft.expected_live[int(draft.place[row])]
