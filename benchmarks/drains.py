@@ -194,8 +194,8 @@ def run(
     charged: bool = False,
 ) -> Outcome:
     """Drain the samples; scoring: seconds of inference a token on one slice that has no rows to
-    decode. charged: whether the host's seconds for the first decision stop all slices, and later
-    ones the slice that it serves, as far as they take longer than the round that is in flight there.
+    decode. charged: whether the host's seconds for the first decision stop all slices, and those
+    of a later one its own, as far as they are more than the round that is in flight there.
     """
     count = len(total)
     stage = Stage(

@@ -1,7 +1,8 @@
 """How long a stage takes under several ways to place its samples on slices, by simulation: one
 JSON document.
 
-    python benchmarks/makespan.py --slices 16 --lengths lognormal:900:1.3:16384 --prediction noisy:0.5
+    python benchmarks/makespan.py --slices 64 --samples 64 --acceptance 0.7 --prediction noisy:0.5
+    python benchmarks/makespan.py --slices 16 --lengths lognormal:900:1.3:16384 --prediction none
 
 A slice is the machine of a table of measured call times (`--latency`; columns batch, seq, gamma,
 mode, median_ms or mean_ms); at most 64 rows of it run at once, the other samples wait. Lengths are
@@ -9,7 +10,7 @@ drawn from a table of percentiles (`--lengths`); prompts have its mean. Without 
 tables are those of benchmarks/tables. All policies but `plain` take the draft length of each
 round that is best for the rows then live. Our policy is the planner that runs for real,
 `rlhf_jax.reallocation`, which knows the lengths (`oracle`), the true lengths times log-normal noise
-of that sigma as an earlier roll-out would tell them (`noisy:0.5`), the lengths of siblings that have
+of that sigma as an earlier roll-out would tell them (`noisy:0.5`), the lengths of siblings that
 ended (`siblings`, 8 of a prompt), or just the lengths of the stage before and each sample's length
 so far (`none`). What noise or siblings are worth it learns in the stage before, in which noise was
 `--wrong`; with `--first` there is no stage before. `packing` is what could be had with all known
@@ -90,7 +91,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--wrong", type=float, help="sigma of the noise two stages before, if it was another"
     )
-    parser.add_argument("--free-decisions", action="store_true", help="the host's time is not charged")
+    parser.add_argument(
+        "--free-decisions", action="store_true", help="the host's time is not charged"
+    )
     return checked(parser, parser.parse_args(given))
 
 
@@ -269,7 +272,9 @@ def by_forecasts(
         references = forecasts.earlier_references(list(earlier[:, None]), limits)
         curves = forecasts.survival(known, references)
     follows = earlier is None and known.belief(forecasts.SIBLINGS) is not None
-    groups = [np.arange(len(total))[at : at + PER_PROMPT] for at in range(0, len(total), PER_PROMPT)]
+    groups = [
+        np.arange(len(total))[at : at + PER_PROMPT] for at in range(0, len(total), PER_PROMPT)
+    ]
     ended_before = np.zeros(len(groups), int)
 
     def predict(stage: Stage, rows: np.ndarray) -> np.ndarray:

@@ -86,14 +86,20 @@ def test_lengths_that_follow_no_normal_law_are_covered_too():
 def test_a_source_that_was_hardly_tried_says_nothing():
     known = learned(prompts(0, 0.3, count=2))
     assert known.belief(EARLIER) is None
-    assert forecasts.narrowest(known, [forecasts.earlier_references([np.array([50.0])], [LIMIT])]) is None
+    assert (
+        forecasts.narrowest(known, [forecasts.earlier_references([np.array([50.0])], [LIMIT])])
+        is None
+    )
     assert not any(EARLIER in name for name in forecasts.coverage(known, prompts(1, 0.3)))
 
 
 def test_the_better_source_is_asked():
     """A sibling that ended says more than an earlier roll-out of a policy that has moved."""
     stages = [
-        [one._replace(earlier=one.earlier * luck.lognormal(0, 1.0, 1)) for one in prompts(seed, 0.2)]
+        [
+            one._replace(earlier=one.earlier * luck.lognormal(0, 1.0, 1))
+            for one in prompts(seed, 0.2)
+        ]
         for seed, luck in ((seed, np.random.default_rng(seed)) for seed in (0, 1))
     ]
     known = learned(*stages)
@@ -119,7 +125,9 @@ def test_the_first_siblings_to_end_say_that_the_others_are_longer():
 def test_a_checkpoint_keeps_what_was_learned():
     known = learned(prompts(0, 0.3))
     again = forecasts.restore(forecasts.state(known))
-    references = forecasts.earlier_references([np.array([50.0, 70.0]), np.array([900.0])], [LIMIT] * 2)
+    references = forecasts.earlier_references(
+        [np.array([50.0, 70.0]), np.array([900.0])], [LIMIT] * 2
+    )
     np.testing.assert_array_equal(
         forecasts.survival(again, references), forecasts.survival(known, references)
     )

@@ -196,7 +196,9 @@ def test_what_is_known_of_a_tail_is_used(more, gain):
 def test_a_first_stage_is_spread_evenly():
     """Nothing is known of what a forecast is worth, so none is believed."""
     found = on_a_tail("--prediction=noisy:0.5", "--first")
-    assert found["best_other_to_ours"] >= 0.995 and "lengths/earlier_within_50" not in found["covered"]
+    assert (
+        found["best_other_to_ours"] >= 0.995 and "lengths/earlier_within_50" not in found["covered"]
+    )
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ that reach it. Where nothing was seen a weak prior rules, by which what has come
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -62,9 +62,7 @@ def survival(known: Lengths) -> np.ndarray:
     return np.concatenate([[1.0], np.cumprod(1 - np.minimum(hazard, 1.0))])
 
 
-def chance(
-    curves: np.ndarray, tokens: np.ndarray, which: np.ndarray | None = None
-) -> np.ndarray:
+def chance(curves: np.ndarray, tokens: np.ndarray, which: np.ndarray | None = None) -> np.ndarray:
     """Return [n] chances that responses are longer than so many tokens [n].
 
     curves [k, bins + 1]: survival, and which [n] of them holds for each response: by default one
