@@ -267,9 +267,8 @@ def by_forecasts(
     limit: tokens of a response, at most.
     """
     curves = np.tile(length_model.survival(known.lengths), (len(total), 1))
-    limits = np.full(len(total), limit)
     if earlier is not None and known.belief(forecasts.EARLIER):
-        references = forecasts.earlier_references(list(earlier[:, None]), limits)
+        references = forecasts.earlier_references(list(earlier[:, None]), [limit] * len(total))
         curves = forecasts.survival(known, references)
     follows = earlier is None and known.belief(forecasts.SIBLINGS) is not None
     groups = [
