@@ -267,10 +267,10 @@ def by_forecasts(
     limit: tokens of a response, at most.
     """
     curves = np.tile(length_model.survival(known.lengths), (len(total), 1))
-    if earlier is not None and known.belief(forecasts.EARLIER):
+    if earlier is not None and known.belief(forecasts.BY_EARLIER):
         references = forecasts.earlier_references(list(earlier[:, None]), [limit] * len(total))
         curves = forecasts.survival(known, references)
-    follows = earlier is None and known.belief(forecasts.SIBLINGS) is not None
+    follows = earlier is None and known.belief(forecasts.BY_SIBLINGS) is not None
     groups = [
         np.arange(len(total))[at : at + PER_PROMPT] for at in range(0, len(total), PER_PROMPT)
     ]
@@ -400,9 +400,8 @@ def document(asked: argparse.Namespace) -> dict:
     luck = np.random.default_rng(asked.seed)
     alike = PER_PROMPT if asked.prediction == "siblings" else 1
     count = asked.slices * asked.samples
-    total, before, long_before = (
-        draw_lengths(percentiles, tokens, count, luck, alike) for _ in range(3)
-    )
+    draws = [draw_lengths(percentiles, tokens, count, luck, alike) for _ in range(3)]
+    total, before, long_before = draws
     plain, machine = (
         Machine(
             rates_of(points, asked.acceptance, prompt + total.max(), drafts, asked.free_drafter),
@@ -414,14 +413,7 @@ def document(asked: argparse.Namespace) -> dict:
     )
     scoring = asked.inference_ms_per_token / 1e3
     limit = float(tokens[-1])
-    known = LengthForecasts()
-    if not asked.first:
-        stages = [(before, asked.prediction)]
-        if asked.wrong is not None:
-            stages.insert(0, (long_before, f"noisy:{asked.wrong}"))
-        for lengths, kind in stages:
-            shown = prompts_of(lengths, noisy(kind, lengths, luck), limit)
-            known = forecasts.after_stage(known, shown, KEPT)
+    known = learned(asked, before, long_before, limit, luck)
     earlier = noisy(asked.prediction, total, luck)
 
     def ours_with(scoring: float) -> Policy:
@@ -441,23 +433,16 @@ def document(asked: argparse.Namespace) -> dict:
         )
         decisions = first.decisions
         found[name] = figures(first, second, asked.slices, inference, scoring)
-    bound, fused = (
-        lower_bound(machine, total, asked.slices, prompt, after) for after in (0.0, inference)
-    )
+    limits = [lower_bound(machine, total, asked.slices, prompt, more) for more in (0.0, inference)]
     return {
-        "responses": {
-            "count": len(total),
-            "mean": round(float(total.mean()), 1),
-            "longest": int(total.max()),
-        },
-        "lower_bound_seconds": round(bound, 3),
-        "fused_lower_bound_seconds": round(fused, 3),
+        "responses": responses_of(total),
+        "lower_bound_seconds": round(limits[0], 3),
+        "fused_lower_bound_seconds": round(limits[1], 3),
         "policies": found,
         "ours_to_packing": ratio(found, "ours", "packing", "generation_seconds"),
-        "best_other_to_ours": round(
-            min(found[name]["generation_seconds"] for name in ("static", "even", "threshold"))
-            / found["ours"]["generation_seconds"],
-            4,
+        "best_other_to_ours": min(
+            ratio(found, name, "ours", "generation_seconds")
+            for name in ("static", "even", "threshold")
         ),
         "static_to_ours": ratio(found, "static", "ours", "generation_seconds"),
         "unfused_to_fused": round(
@@ -466,11 +451,42 @@ def document(asked: argparse.Namespace) -> dict:
         "static_unfused_to_ours_fused": round(
             found["static"]["unfused_seconds"] / found["ours"]["fused_seconds"], 4
         ),
-        "first_decision_ms": round(1e3 * decisions[0], 1),
-        "median_decision_ms": round(1e3 * float(np.median(decisions)), 2),
-        "p99_decision_ms": round(1e3 * float(np.quantile(decisions[1:], 0.99)), 2),
+        "decision_ms": decision_figures(decisions),
         "covered": forecasts.coverage(known, prompts_of(total, earlier, limit)),
     }
+
+
+def learned(
+    asked: argparse.Namespace,
+    before: np.ndarray,
+    long_before: np.ndarray,
+    limit: float,
+    luck: np.random.Generator,
+) -> LengthForecasts:
+    """What a run knows after stages with the lengths before [n] and, if asked, long before [n]."""
+    known = LengthForecasts()
+    if asked.first:
+        return known
+    stages = [(before, asked.prediction)]
+    if asked.wrong is not None:
+        stages.insert(0, (long_before, f"noisy:{asked.wrong}"))
+    for lengths, kind in stages:
+        shown = prompts_of(lengths, noisy(kind, lengths, luck), limit)
+        known = forecasts.after_stage(known, shown, KEPT)
+    return known
+
+
+def responses_of(total: np.ndarray) -> dict:
+    """How many responses there are, and how long."""
+    mean = round(float(total.mean()), 1)
+    return {"count": len(total), "mean": mean, "longest": int(total.max())}
+
+
+def decision_figures(seconds: list[float]) -> dict:
+    """Milliseconds of the first decision, and of those after it."""
+    first, *later = (1e3 * np.array(seconds)).tolist()
+    figures = {"first": first, "median": np.median(later), "p99": np.quantile(later, 0.99)}
+    return {name: round(float(each), 2) for name, each in figures.items()}
 
 
 def policies_of(

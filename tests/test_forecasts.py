@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlhf_jax.reallocation import forecasts, length_model
-from rlhf_jax.reallocation.forecasts import EARLIER, SIBLINGS, LengthForecasts, PromptLengths
+from rlhf_jax.reallocation.forecasts import BY_EARLIER, BY_SIBLINGS, LengthForecasts, PromptLengths
 
 LIMIT = 4096.0
 GROUP = 8
@@ -50,7 +50,7 @@ def test_the_spread_of_each_source_is_learned_from_ended_and_cut_off_responses(s
     """Half of the responses are cut off at the lower limit."""
     known = learned(prompts(0, spread, limit=limit), prompts(1, spread, limit=limit))
     slack = 1.3 if limit == LIMIT else 1.6
-    for source in forecasts.SOURCES:
+    for source in forecasts.ALL_SOURCES:
         belief = known.belief(source)
         assert belief is not None and 1 / slack < belief.spread / spread < slack, source
 
@@ -85,12 +85,12 @@ def test_lengths_that_follow_no_normal_law_are_covered_too():
 
 def test_a_source_that_was_hardly_tried_says_nothing():
     known = learned(prompts(0, 0.3, count=2))
-    assert known.belief(EARLIER) is None
+    assert known.belief(BY_EARLIER) is None
     assert (
         forecasts.narrowest(known, [forecasts.earlier_references([np.array([50.0])], [LIMIT])])
         is None
     )
-    assert not any(EARLIER in name for name in forecasts.coverage(known, prompts(1, 0.3)))
+    assert not any(BY_EARLIER in name for name in forecasts.coverage(known, prompts(1, 0.3)))
 
 
 def test_the_better_source_is_asked():
@@ -108,7 +108,7 @@ def test_the_better_source_is_asked():
         forecasts.sibling_references([np.array([400.0])], [GROUP], [LIMIT]),
     ]
     found = forecasts.narrowest(known, both)
-    assert found is not None and found.source == SIBLINGS
+    assert found is not None and found.source == BY_SIBLINGS
 
 
 def test_the_first_siblings_to_end_say_that_the_others_are_longer():
@@ -132,5 +132,5 @@ def test_a_checkpoint_keeps_what_was_learned():
         forecasts.survival(again, references), forecasts.survival(known, references)
     )
     before = forecasts.restore(length_model.state(known.lengths))
-    assert before.belief(EARLIER) is None
+    assert before.belief(BY_EARLIER) is None
     np.testing.assert_array_equal(before.lengths.ended, known.lengths.ended)

@@ -20,9 +20,9 @@ import numpy as np
 from rlhf_jax.reallocation import length_model
 from rlhf_jax.reallocation.length_model import Lengths
 
-EARLIER = "earlier"  # Responses to the prompt in stages before.
-SIBLINGS = "siblings"  # Those that have ended in the same stage.
-SOURCES = (EARLIER, SIBLINGS)
+BY_EARLIER = "earlier"  # Responses to the prompt in stages before.
+BY_SIBLINGS = "siblings"  # Those that have ended in the same stage.
+ALL_SOURCES = (BY_EARLIER, BY_SIBLINGS)
 
 # Responses that a source must have been tried on before it is used; by hand.
 _FEW_TRIED = 32.0
@@ -79,15 +79,17 @@ class LengthForecasts:
     lengths: Lengths = dataclasses.field(default_factory=Lengths)
     # [sources, beliefs] log likelihoods of what came, and [sources] of how many responses
     likelihood: np.ndarray = dataclasses.field(
-        default_factory=lambda: np.zeros((len(SOURCES), len(_BELIEFS)))
+        default_factory=lambda: np.zeros((len(ALL_SOURCES), len(_BELIEFS)))
     )
-    tried: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(len(SOURCES)))
+    tried: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(len(ALL_SOURCES)))
     # [sources, parts] responses that fell into each part of their forecasts
-    parts: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((len(SOURCES), _PARTS)))
+    parts: np.ndarray = dataclasses.field(
+        default_factory=lambda: np.zeros((len(ALL_SOURCES), _PARTS))
+    )
 
     def belief(self, source: str) -> Belief | None:
         """Return the likeliest belief in a source; None where it was tried on few responses."""
-        at = SOURCES.index(source)
+        at = ALL_SOURCES.index(source)
         enough = self.tried[at] >= _FEW_TRIED
         return _BELIEFS[int(self.likelihood[at].argmax())] if enough else None
 
@@ -114,7 +116,7 @@ def earlier_references(lengths: Sequence[np.ndarray], limit: Sequence[float]) ->
     center = np.array([np.log(np.maximum(one, 1)).mean() for one in lengths])
     count = np.array([len(one) for one in lengths])
     none = np.zeros(len(count))
-    return References(EARLIER, center, count, lift=none, limit=np.array(limit), since=none)
+    return References(BY_EARLIER, center, count, lift=none, limit=np.array(limit), since=none)
 
 
 def sibling_references(
@@ -125,7 +127,7 @@ def sibling_references(
     count = np.array([len(one) for one in ended])
     lift = [_lift(len(one), of) for one, of in zip(ended, size, strict=True)]
     since = np.array([one.max() for one in ended])
-    return References(SIBLINGS, center, count, np.array(lift), np.array(limit), since)
+    return References(BY_SIBLINGS, center, count, np.array(lift), np.array(limit), since)
 
 
 @functools.cache
@@ -150,7 +152,7 @@ def survival(known: LengthForecasts, references: References) -> np.ndarray:
     belief = known.belief(references.source)
     assert belief is not None, "A source that has not proved itself says nothing."
     curves = _survival(length_model.survival(known.lengths), references, belief)
-    counts = known.parts[SOURCES.index(references.source)] + _RIGHT_AT_FIRST / _PARTS
+    counts = known.parts[ALL_SOURCES.index(references.source)] + _RIGHT_AT_FIRST / _PARTS
     came_true = np.append(0.0, counts.cumsum() / counts.sum())
     return 1 - np.interp(1 - curves, _PART_EDGES, came_true)
 
@@ -195,7 +197,7 @@ def after_stage(
     parts = kept * known.parts
     common = length_model.survival(lengths)
     for tried in _tried(prompts):
-        at = SOURCES.index(tried.references.source)
+        at = ALL_SOURCES.index(tried.references.source)
         count[at] += len(tried.tokens)
         likelihood[at] += [
             _log_likelihood(_survival(common, tried.references, belief), tried)
@@ -240,9 +242,9 @@ def coverage(known: LengthForecasts, prompts: Sequence[PromptLengths]) -> dict[s
     everyone = length_model.survival(known.lengths)
     for tried in [_everyone(prompts), *_tried(prompts)]:
         name = tried.references.source
-        if name in SOURCES and known.belief(name) is None:
+        if name in ALL_SOURCES and known.belief(name) is None:
             continue
-        curves = survival(known, tried.references) if name in SOURCES else everyone[None]
+        curves = survival(known, tried.references) if name in ALL_SOURCES else everyone[None]
         came = _came(np.broadcast_to(curves, (len(tried.tokens), curves.shape[1])), tried)
         for inside in _INTERVALS:
             edges = np.array([1 - inside, 1 + inside]) / 2
@@ -317,7 +319,7 @@ def restore(saved: Mapping[str, Any]) -> LengthForecasts:
     """Return what `state` saved; sources begin anew where they were of other beliefs."""
     lengths = length_model.restore(saved)
     likelihood = np.array(saved.get("likelihood", ()), float)
-    if likelihood.shape != (len(SOURCES), len(_BELIEFS)):
+    if likelihood.shape != (len(ALL_SOURCES), len(_BELIEFS)):
         return LengthForecasts(lengths)
     counts = (np.array(saved[name], float) for name in ("tried", "parts"))
     return LengthForecasts(lengths, likelihood, *counts)
