@@ -44,7 +44,7 @@ from benchmarks.drains import (
     read_percentiles,
     run,
 )
-from benchmarks.latency_table import LATENCY_TABLE, read_table
+from benchmarks.latency_table import LATENCY_TABLE, Points, read_table
 from rlhf_jax.reallocation import forecasts, length_model
 from rlhf_jax.reallocation.forecasts import LengthForecasts, PromptLengths
 from rlhf_jax.reallocation.planner import ClusterView, Reallocation, plan_reallocation
@@ -402,15 +402,8 @@ def document(asked: argparse.Namespace) -> dict:
     count = asked.slices * asked.samples
     draws = [draw_lengths(percentiles, tokens, count, luck, alike) for _ in range(3)]
     total, before, long_before = draws
-    plain, machine = (
-        Machine(
-            rates_of(points, asked.acceptance, prompt + total.max(), drafts, asked.free_drafter),
-            TOKEN_BYTES,
-            asked.bandwidth_gb * 1e9,
-            asked.move_latency_ms / 1e3,
-        )
-        for drafts in (False, True)
-    )
+    longest = prompt + float(total.max())
+    plain, machine = (machine_of(asked, points, longest, drafts) for drafts in (False, True))
     scoring = asked.inference_ms_per_token / 1e3
     limit = float(tokens[-1])
     known = learned(asked, before, long_before, limit, luck)
@@ -474,6 +467,16 @@ def learned(
         shown = prompts_of(lengths, noisy(kind, lengths, luck), limit)
         known = forecasts.after_stage(known, shown, KEPT)
     return known
+
+
+def machine_of(asked: argparse.Namespace, points: Points, longest: float, drafts: bool) -> Machine:
+    """The machine of measured points, for contexts up to the longest, with drafts or without."""
+    return Machine(
+        rates_of(points, asked.acceptance, longest, drafts, asked.free_drafter),
+        TOKEN_BYTES,
+        asked.bandwidth_gb * 1e9,
+        asked.move_latency_ms / 1e3,
+    )
 
 
 def responses_of(total: np.ndarray) -> dict:
