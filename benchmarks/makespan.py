@@ -418,13 +418,11 @@ def document(asked: argparse.Namespace) -> dict:
     policies["ours"] = (machine, ours_with(0.0), ours_with(scoring))
     found = {}
     inference = scoring * float((prompt + total).sum()) / asked.slices
-    decisions: list[float] = []
     for name, (own, apart, fused) in policies.items():
         first, second = (
             run(own, asked.slices, total, prompt, policy, scoring, not asked.free_decisions)
             for policy in (apart, fused)
         )
-        decisions = first.decisions
         found[name] = figures(first, second, asked.slices, inference, scoring)
     limits = [lower_bound(machine, total, asked.slices, prompt, more) for more in (0.0, inference)]
     return {
@@ -444,7 +442,6 @@ def document(asked: argparse.Namespace) -> dict:
         "static_unfused_to_ours_fused": round(
             found["static"]["unfused_seconds"] / found["ours"]["fused_seconds"], 4
         ),
-        "decision_ms": decision_figures(decisions),
         "covered": forecasts.coverage(known, prompts_of(total, earlier, limit)),
     }
 
@@ -487,7 +484,7 @@ def responses_of(total: np.ndarray) -> dict:
 
 def decision_figures(seconds: list[float]) -> dict:
     """Milliseconds of the first decision, and of those after it."""
-    first, *later = (1e3 * np.array(seconds)).tolist()
+    first, *later = (1e3 * np.array([*seconds, seconds[-1]])).tolist()
     figures = {"first": first, "median": np.median(later), "p99": np.quantile(later, 0.99)}
     return {name: round(float(each), 2) for name, each in figures.items()}
 
@@ -527,6 +524,7 @@ def figures(apart: Outcome, fused: Outcome, slices: int, inference: float, scori
         "migrations_fused": fused.moves,
         "moved_gigabytes": round(apart.moved_bytes / 1e9, 2),
         "migration_share": round(apart.paused / slices / apart.seconds, 5),
+        "decision_ms": decision_figures(apart.decisions),
     }
 
 

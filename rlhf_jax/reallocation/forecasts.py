@@ -199,19 +199,13 @@ def after_stage(
     for tried in _tried(prompts):
         at = ALL_SOURCES.index(tried.references.source)
         count[at] += len(tried.tokens)
-        likelihood[at] += [
-            _log_likelihood(_survival(common, tried.references, belief), tried)
-            for belief in _BELIEFS
-        ]
+        for place, belief in enumerate(_BELIEFS):
+            low, high = _came(_survival(common, tried.references, belief), tried)
+            likelihood[at, place] += np.log(np.maximum(high - low, 1e-12)).sum()
         likeliest = _BELIEFS[int(likelihood[at].argmax())]
-        parts[at] += _parts(_survival(common, tried.references, likeliest), tried)
+        came = _came(_survival(common, tried.references, likeliest), tried)
+        parts[at] += _inside(*came, _PART_EDGES).sum(axis=0)
     return LengthForecasts(lengths, likelihood, count, parts)
-
-
-def _log_likelihood(curves: np.ndarray, tried: _Tried) -> float:
-    """Return that of what came, summed over forecasts with survival `curves` [n, bins + 1]."""
-    low, high = _came(curves, tried)
-    return float(np.log(np.maximum(high - low, 1e-12)).sum())
 
 
 def _came(curves: np.ndarray, tried: _Tried) -> tuple[np.ndarray, np.ndarray]:
@@ -225,11 +219,6 @@ def _inside(low: np.ndarray, high: np.ndarray, edges: np.ndarray) -> np.ndarray:
     """Return [n, k] chances that responses, anywhere between low and high, are between edges."""
     part = np.diff(np.clip(edges, low[:, None], high[:, None]), axis=1)
     return part / np.maximum(high - low, 1e-12)[:, None]
-
-
-def _parts(curves: np.ndarray, tried: _Tried) -> np.ndarray:
-    """Return [parts] responses that ended in each part of their forecasts."""
-    return _inside(*_came(curves, tried), _PART_EDGES).sum(axis=0)
 
 
 def coverage(known: LengthForecasts, prompts: Sequence[PromptLengths]) -> dict[str, float]:
