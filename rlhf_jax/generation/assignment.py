@@ -61,8 +61,7 @@ class AssignmentState:
     unassigned: list[int]  # ids of samples that have no slice yet
     policy: AssignmentPolicy
     run: GenerationRun
-    # [1 + requests, bins + 1] chances that a response is longer than each of `length_model.EDGES`,
-    # the first of any response
+    # [requests, bins + 1] chances that a response is longer than each of `length_model.EDGES`
     survival: np.ndarray
     survival_of: dict[int, int]  # which of them is a request's, by request id
     running: dict[int, int]  # tokens of each running sample when samples were last reassigned
@@ -122,8 +121,8 @@ def begin_assignment(
         unassigned=list(samples) if reallocates else [],
         policy=policy,
         run=run,
-        survival=np.tile(common, (1 + len(asked), 1)),
-        survival_of={request.id: 1 + place for place, request in enumerate(asked)},
+        survival=np.tile(common, (len(asked), 1)),
+        survival_of={request.id: place for place, request in enumerate(asked)},
         running={},
         ended={request.id: [] for request in asked},
     )
