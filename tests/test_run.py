@@ -23,6 +23,7 @@ from rlhf_jax.generation.speculative import round as round_
 from rlhf_jax.losses.advantages import ESTIMATORS
 from rlhf_jax.model.transformer import init
 from rlhf_jax.model.weights.source import open_source
+from rlhf_jax.monitoring.meanings import meaning_of
 from rlhf_jax.monitoring.metrics import REQUIRED
 from rlhf_jax.sources import rollouts
 
@@ -62,7 +63,10 @@ def test_a_run_leaves_its_files(arguments, tmp_path, one_device, capsys, monkeyp
     stages = ("generation/seconds", "inference/seconds", "training/seconds")
     assert all(line["step/seconds"] >= 0.5 + sum(line[stage] for stage in stages) for line in steps)
     assert len(lines(run / "samples.jsonl")) == 3 * 16
-    assert [line["step"] for line in lines(run / "evaluations.jsonl")] == [0, 2, 3]
+    evaluations = lines(run / "evaluations.jsonl")
+    assert [line["step"] for line in evaluations] == [0, 2, 3]
+    without = {key for line in (*steps, *evaluations) for key in line if not meaning_of(key)}
+    assert without <= {"samples"}, "monitoring/meanings.py lacks them"
     assert all(
         line["mismatch/max"] < 1e-4 and line["ratio/max"] == pytest.approx(1, abs=1e-4)
         for line in steps

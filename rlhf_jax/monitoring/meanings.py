@@ -98,13 +98,13 @@ MEANINGS = (
     Meaning("generation/moves", "samples that moved between slices"),
     Meaning("generation/moved_bytes", "of their caches", "bytes"),
     Meaning(
-        "lengths/SOURCE_within_50",
+        "lengths/NAME_within_50",
         "responses whose length is in the middle half of what was forecast for it: of all samples,"
         " by earlier responses to the prompt, by siblings that had ended",
         "",
         "about 0.5",
     ),
-    Meaning("lengths/SOURCE_within_90", "the same of the middle 90 %", "", "about 0.9"),
+    Meaning("lengths/NAME_within_90", "the same of the middle 90 %", "", "about 0.9"),
     Meaning("generation/idle_share", "share of the slices' time without work", "", "below 0.2"),
     Meaning("generation/attempts", "roll-outs, with those of `resample`"),
     Meaning(
