@@ -23,8 +23,9 @@ import json
 import numpy as np
 
 from benchmarks import makespan
-from benchmarks.drains import Machine, draw_lengths, rates_of, read_percentiles
-from benchmarks.latency_table import read_table
+from benchmarks.latency_table import rates_of, read_table
+from rlhf_jax.planner.response_lengths import Percentiles, draw_lengths, read_percentiles
+from rlhf_jax.planner.simulated_stage import SimulatedSlice
 
 GRAIN = 4.0  # tokens
 STEPS = 48  # of time
@@ -52,12 +53,12 @@ def main() -> None:
     parser = makespan.parser_of(__doc__)
     parser.add_argument("--deadlines", required=True, help="seconds, with commas between")
     asked = makespan.checked(parser, parser.parse_args())
-    percentiles, tokens, prompt = read_percentiles(asked.lengths)
-    rates = rates_of(
-        read_table(asked.latency), asked.acceptance, prompt + tokens[-1], True, asked.free_drafter
-    )
-    kinds = kinds_of(percentiles, tokens, asked.slices * asked.samples, asked.prediction)
-    machine = Machine(rates, 0.0, 1.0, 0.0)
+    known = read_percentiles(asked.lengths)
+    prompt = known.prompt
+    longest = prompt + known.tokens[-1]
+    rates = rates_of(read_table(asked.latency), asked.acceptance, longest, True, asked.free_drafter)
+    kinds = kinds_of(known, asked.slices * asked.samples, asked.prediction)
+    machine = SimulatedSlice(rates, 0.0, 1.0, 0.0)
     deadlines = map(float, asked.deadlines.split(","))
     late = {
         each: round(least_late(machine, kinds, asked.slices, prompt, each), 3) for each in deadlines
@@ -66,18 +67,19 @@ def main() -> None:
     print(json.dumps(asked_for | {"least_late": late}, indent=1))
 
 
-def kinds_of(percentiles: np.ndarray, tokens: np.ndarray, count: int, prediction: str) -> Kinds:
+def kinds_of(known: Percentiles, count: int, prediction: str) -> Kinds:
     """Kinds of so many samples whose noisy lengths are known (`noisy:SIGMA`), or nothing
     (`none`).
     """
-    grid = np.arange(0.0, tokens[-1] + GRAIN, GRAIN)
-    chance = np.append(np.interp(grid[1:], [1, *tokens], [0, *percentiles]) / 100, 1.0)
+    grid = np.arange(0.0, known.tokens[-1] + GRAIN, GRAIN)
+    shares = np.interp(grid[1:], [1, *known.tokens], [0, *known.percentiles])
+    chance = np.append(shares / 100, 1.0)
     mass = np.diff(chance, prepend=0.0)[None]
     counts = np.array([float(count)])
     if prediction != "none":
         sigma = float(prediction.partition(":")[2])
         luck = np.random.default_rng(0)
-        noisy = draw_lengths(percentiles, tokens, DRAWN, luck) * luck.lognormal(0, sigma, DRAWN)
+        noisy = draw_lengths(known, DRAWN, luck) * luck.lognormal(0, sigma, DRAWN)
         # ever narrower kinds of ever longer samples
         edges = np.append(1 - np.geomspace(1, 1 / 400, KINDS), 1.0)
         told = np.quantile(noisy, (edges[:-1] + edges[1:]) / 2)
@@ -88,7 +90,7 @@ def kinds_of(percentiles: np.ndarray, tokens: np.ndarray, count: int, prediction
 
 
 def least_late(
-    machine: Machine, kinds: Kinds, slices: int, prompt: float, deadline: float
+    machine: SimulatedSlice, kinds: Kinds, slices: int, prompt: float, deadline: float
 ) -> float:
     """Samples that end after a deadline, expected and at least, whatever the policy."""
     gained, share = _choices(machine, prompt, kinds.survival.shape[1] - 2, deadline / STEPS)
@@ -120,7 +122,7 @@ def _bound(kinds: Kinds, gained: np.ndarray, share: np.ndarray, slices: int, hop
 
 
 def _choices(
-    machine: Machine, prompt: float, lengths: int, seconds: float
+    machine: SimulatedSlice, prompt: float, lengths: int, seconds: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """([A, L] GRAIN tokens that a row gains in a step, [A] slices that it takes): how many share
     one, or waiting.

@@ -11,10 +11,12 @@ import pathlib
 import numpy as np
 
 from rlhf_jax.generation.speculative import tree
+from rlhf_jax.planner.simulated_stage import GRAIN
 
 DECODE = "target_decode"
 VERIFY = "target_verify"
 DRAFT = "drafter_decode"
+ROWS = 64  # of a slice, at most
 # The table that benchmarks read where none is named.
 LATENCY_TABLE = str(pathlib.Path(__file__).parent / "tables" / "decode_latency_a100_llama31_8b.csv")
 
@@ -112,3 +114,24 @@ def linear(points: Points) -> np.ndarray:
     tokens = points.batch * np.maximum(points.nodes, 1)
     columns = np.stack([points.batch * points.seq, tokens, np.ones(len(tokens))], axis=1)
     return np.linalg.lstsq(columns, points.seconds, rcond=None)[0] if len(tokens) else np.zeros(3)
+
+
+def rates_of(
+    points: Points, chance: float, longest: float, drafts: bool, free_drafter: bool
+) -> np.ndarray:
+    """[rows + 1, T] tokens a second of a row with the best draft length of each round, or none.
+
+    `longest`: context tokens that must be covered; `chance`: that a draft is right, if those before
+    it are.
+    """
+    lives = np.arange(1, min(ROWS, points.batch.max()) + 1)
+    seqs = np.arange(0, longest + 2 * GRAIN, GRAIN)
+    lengths = possible_lengths(points) if drafts else np.zeros(1, int)
+    times = surface(points[points.mode != DRAFT], lengths + 1, lives, seqs)
+    if drafts and not free_drafter and DRAFT in points.mode:
+        times = times + lengths[:, None, None] * surface(
+            points[points.mode == DRAFT], np.zeros(1), lives, seqs
+        )
+    tokens = np.cumsum(chance ** np.arange(lengths[-1] + 1))[lengths]
+    best = (tokens[:, None, None] / times).max(axis=0)
+    return np.concatenate([np.zeros((1, len(seqs))), best])

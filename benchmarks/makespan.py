@@ -19,7 +19,8 @@ from the start. The host's time for each decision is charged, `--free-decisions`
 The lower bound is the larger of all work at the best throughput (and all inference, where fused)
 and the longest sample alone at its best speed, both with the context of a fresh prompt. What can be
 had with less known, `foresight.py` bounds. "fused": slices without rows do inference on finished
-samples while others decode. See `drains.py` for what is modelled.
+samples while others decode. See
+`rlhf_jax/planner/simulated_stage.py` for what is modelled.
 """
 
 from __future__ import annotations
@@ -27,27 +28,34 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable
 
 import numpy as np
 
-from benchmarks.drains import (
+from benchmarks.latency_table import LATENCY_TABLE, Points, rates_of, read_table
+from rlhf_jax.planner.placing import (
+    Predict,
+    by_earlier,
+    by_siblings,
+    even,
+    from_lists,
+    known_lengths,
+    ours,
+    prompts_of,
+    static,
+)
+from rlhf_jax.planner.response_lengths import LENGTHS_TABLE, draw_lengths, read_percentiles
+from rlhf_jax.planner.simulated_stage import (
     FINISHED,
-    LENGTHS_TABLE,
-    WAITS,
-    Machine,
     Outcome,
     Policy,
-    Stage,
-    draw_lengths,
-    rates_of,
-    read_percentiles,
-    run,
+    SimulatedSlice,
+    SimulatedStage,
+    simulate,
 )
-from benchmarks.latency_table import LATENCY_TABLE, Points, read_table
-from rlhf_jax.reallocation import forecasts, length_model
+from rlhf_jax.planner.worth_of_moves import lower_bound
+from rlhf_jax.reallocation import forecasts
 from rlhf_jax.reallocation.forecasts import LengthForecasts, PromptLengths
-from rlhf_jax.reallocation.planner import ClusterView, Reallocation, plan_reallocation
+from rlhf_jax.reallocation.planner import Reallocation
 
 STRIDE = 128  # tokens after which a packed slice's rate follows the context
 PRECISION = 0.003  # of the deadline of a packing
@@ -58,8 +66,6 @@ PER_PROMPT = 8  # samples of a prompt, where siblings forecast
 KEPT = 0.5  # of what was learned, from one stage to the next, as in a run
 
 PREDICTIONS = ("oracle", "noisy", "siblings", "none")
-
-Predict = Callable[[Stage, np.ndarray], np.ndarray]  # tokens left [m, Q] of samples [m]
 
 
 def main() -> None:
@@ -131,63 +137,19 @@ def checked(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> argpa
 # ---- policies
 
 
-def kept(stage: Stage) -> np.ndarray:
-    """[slices] no slice is given away."""
-    return np.zeros(stage.slices, bool)
-
-
-def from_lists(lists: list[np.ndarray]) -> Policy:
-    """Each slice takes the samples of its own list, in order, as rows come free."""
-    taken = [0] * len(lists)
-
-    def policy(stage: Stage) -> Reallocation:
-        admissions = []
-        for there, room in enumerate((stage.machine.rows - stage.live).tolist()):
-            some = lists[there][taken[there] : taken[there] + room]
-            taken[there] += len(some)
-            admissions += [(sample, there) for sample in some.tolist()]
-        return Reallocation(admissions, [], kept(stage))
-
-    return policy
-
-
-def static(slices: int, count: int) -> Policy:
-    """As many samples on each slice, whatever their lengths."""
-    return from_lists(np.array_split(np.arange(count), slices))
-
-
-def even(stage: Stage) -> Reallocation:
-    """One queue; after each finish rows move from the fullest slice to the emptiest until counts
-    differ by one.
-    """
-    waiting = np.flatnonzero(stage.place == WAITS).tolist()
-    live = stage.live
-    place = stage.place.copy()
-    admissions = []
-    moves = []
-    while waiting and live.min() < stage.machine.rows:
-        there = int(live.argmin())
-        admissions.append((waiting.pop(0), there))
-        live[there] += 1
-    while live.max() - live.min() > 1:
-        here = int(live.argmax())
-        there = int(live.argmin())
-        sample = int(np.flatnonzero(place == here)[-1])
-        place[sample] = there
-        moves.append((sample, there))
-        live[[here, there]] += [-1, 1]
-    return Reallocation(admissions, moves, kept(stage))
-
-
 def threshold(slices: int, count: int) -> Policy:
     """RLHFuse's rule: a static split; once a fifth is left, that is gathered on as few slices as it
     saturates.
     """
     split = static(slices, count)
 
-    def policy(stage: Stage) -> Reallocation:
+    def policy(stage: SimulatedStage) -> Reallocation:
         if stage.freed.any() or (stage.place != FINISHED).sum() > LEFT * count:
-            return split(stage) if not stage.freed.any() else Reallocation([], [], kept(stage))
+            return (
+                split(stage)
+                if not stage.freed.any()
+                else Reallocation([], [], np.zeros(slices, bool))
+            )
         rates = stage.machine.rate(
             np.arange(1, stage.machine.rows + 1), np.full(stage.machine.rows, stage.prompt)
         )
@@ -206,109 +168,10 @@ def threshold(slices: int, count: int) -> Policy:
     return policy
 
 
-def ours(predict: Predict, scoring: float) -> Policy:
-    """The project's planner; scoring: seconds of inference a token, 0 where the stages are not
-    fused.
-    """
-
-    def policy(stage: Stage) -> Reallocation:
-        rows = np.flatnonzero(stage.place != FINISHED)
-        plan = plan_reallocation(view_of(stage, rows, predict(stage, rows), scoring))
-        admissions, moves = (
-            [(int(rows[row]), there) for row, there in some]
-            for some in (plan.admissions, plan.moves)
-        )
-        return Reallocation(admissions, moves, plan.freed)
-
-    return policy
-
-
-def view_of(stage: Stage, rows: np.ndarray, left: np.ndarray, scoring: float) -> ClusterView:
-    """What the planner sees of samples [m] with left [m, Q] tokens to come; speeds are of the
-    tokens to come.
-    """
-    machine = stage.machine
-    mean = left @ length_model.SHARES
-    context = stage.prompt + stage.done[rows]
-    typical = float(((context + mean / 2) * mean).sum() / mean.sum())
-    return ClusterView(
-        place=stage.place[rows],
-        left=left,
-        context=context,
-        rows=machine.rows,
-        slices=stage.slices,
-        speed=machine.rate(
-            np.maximum(np.arange(machine.rows + 1), 1), np.full(machine.rows + 1, typical)
-        ),
-        move_seconds=machine.latency,
-        token_seconds=machine.token_bytes / machine.bandwidth,
-        freed=stage.freed,
-        unscored=stage.unscored,
-        scoring=scoring,
-    )
-
-
-# ---- predictions
-
-
-def oracle(stage: Stage, rows: np.ndarray) -> np.ndarray:
-    """[m, Q] the truth."""
-    return np.repeat(
-        (stage.total[rows] - stage.done[rows])[:, None], len(length_model.SHARES), axis=1
-    )
-
-
-def by_forecasts(
-    known: LengthForecasts, total: np.ndarray, earlier: np.ndarray | None, limit: float
-) -> Predict:
-    """What is known of the lengths of other stages, of noisy lengths earlier [n] where there are
-    such, and else of siblings that have ended.
-
-    limit: tokens of a response, at most.
-    """
-    curves = np.tile(length_model.survival(known.lengths), (len(total), 1))
-    if earlier is not None and known.belief(forecasts.BY_EARLIER):
-        references = forecasts.earlier_references(list(earlier[:, None]), [limit] * len(total))
-        curves = forecasts.survival(known, references)
-    follows = earlier is None and known.belief(forecasts.BY_SIBLINGS) is not None
-    groups = [
-        np.arange(len(total))[at : at + PER_PROMPT] for at in range(0, len(total), PER_PROMPT)
-    ]
-    ended_before = np.zeros(len(groups), int)
-
-    def predict(stage: Stage, rows: np.ndarray) -> np.ndarray:
-        if follows:
-            over = stage.place == FINISHED
-            ended = np.add.reduceat(over, np.arange(0, len(total), PER_PROMPT))
-            for one in np.flatnonzero(ended > ended_before).tolist():
-                own = groups[one]
-                lengths = total[own[over[own]]]
-                references = forecasts.sibling_references([lengths], [len(own)], [limit])
-                curves[own] = forecasts.survival(known, references)
-            ended_before[:] = ended
-        return length_model.remaining(curves[rows], np.arange(len(rows)), stage.done[rows], limit)
-
-    return predict
-
-
-def prompts_of(total: np.ndarray, earlier: np.ndarray | None, limit: float) -> list[PromptLengths]:
-    """What a stage with these lengths [n] has shown: of noisy ones [n], or of siblings."""
-    size = PER_PROMPT if earlier is None else 1
-    return [
-        PromptLengths(
-            np.zeros(0) if earlier is None else earlier[at : at + 1],
-            total[at : at + size],
-            total[at : at + size] < limit,
-            limit,
-        )
-        for at in range(0, len(total), size)
-    ]
-
-
 # ---- the reference that knows all
 
 
-def drained(machine: Machine, tokens: np.ndarray, prompt: float) -> float:
+def drained(machine: SimulatedSlice, tokens: np.ndarray, prompt: float) -> float:
     """Seconds of one slice for responses of tokens [n] in descending order, the longest first,
     refilled as rows end.
     """
@@ -331,7 +194,9 @@ def drained(machine: Machine, tokens: np.ndarray, prompt: float) -> float:
     return seconds
 
 
-def packed(machine: Machine, total: np.ndarray, slices: int, prompt: float) -> list[np.ndarray]:
+def packed(
+    machine: SimulatedSlice, total: np.ndarray, slices: int, prompt: float
+) -> list[np.ndarray]:
     """Samples by slice: the longest together, as many as end by the earliest deadline that all can
     keep.
     """
@@ -349,7 +214,7 @@ def packed(machine: Machine, total: np.ndarray, slices: int, prompt: float) -> l
 
 
 def by_deadline(
-    machine: Machine,
+    machine: SimulatedSlice,
     total: np.ndarray,
     order: np.ndarray,
     slices: int,
@@ -376,54 +241,41 @@ def by_deadline(
     return None if len(order) else lists
 
 
-def lower_bound(
-    machine: Machine, total: np.ndarray, slices: int, prompt: float, inference: float
-) -> float:
-    """Seconds that no placement can beat; inference: seconds of it on all slices, that must have
-    ended too.
-    """
-    contexts = np.full(machine.rows, prompt)
-    rates = np.arange(1, machine.rows + 1) * machine.rate(np.arange(1, machine.rows + 1), contexts)
-    return max(
-        float(total.sum() / slices / rates.max()) + inference,
-        float(total.max() / machine.rate(np.ones(1, int), contexts[:1])[0]),
-    )
-
-
 # ---- the document
 
 
 def document(asked: argparse.Namespace) -> dict:
     """All that the benchmark measures."""
-    percentiles, tokens, prompt = read_percentiles(asked.lengths)
+    percentiles = read_percentiles(asked.lengths)
+    prompt = percentiles.prompt
     points = read_table(asked.latency)
     luck = np.random.default_rng(asked.seed)
     alike = PER_PROMPT if asked.prediction == "siblings" else 1
     count = asked.slices * asked.samples
-    draws = [draw_lengths(percentiles, tokens, count, luck, alike) for _ in range(3)]
+    draws = [draw_lengths(percentiles, count, luck, alike) for _ in range(3)]
     total, before, long_before = draws
     longest = prompt + float(total.max())
     plain, machine = (machine_of(asked, points, longest, drafts) for drafts in (False, True))
     scoring = asked.inference_ms_per_token / 1e3
-    limit = float(tokens[-1])
+    limit = float(percentiles.tokens[-1])
     known = learned(asked, before, long_before, limit, luck)
     earlier = noisy(asked.prediction, total, luck)
 
-    def ours_with(scoring: float) -> Policy:
-        if asked.prediction == "oracle":
-            return ours(oracle, scoring)
-        return ours(by_forecasts(known, total, earlier, limit), scoring)
-
     policies = policies_of(asked, plain, machine, total, prompt)
-    policies["ours"] = (machine, ours_with(0.0), ours_with(scoring))
-    found = {}
+    apart, fused = (
+        ours(predictions(asked, known, total, earlier, limit), price) for price in (0.0, scoring)
+    )
+    policies["ours"] = (machine, apart, fused)
     inference = scoring * float((prompt + total).sum()) / asked.slices
-    for name, (own, apart, fused) in policies.items():
-        first, second = (
-            run(own, asked.slices, total, prompt, policy, scoring, not asked.free_decisions)
-            for policy in (apart, fused)
+
+    def measured(own: SimulatedSlice, *both: Policy) -> dict:
+        charged = not asked.free_decisions
+        apart, fused = (
+            simulate(own, asked.slices, total, prompt, policy, scoring, charged) for policy in both
         )
-        found[name] = figures(first, second, asked.slices, inference, scoring)
+        return figures(apart, fused, asked.slices, inference, scoring)
+
+    found = {name: measured(own, *both) for name, (own, *both) in policies.items()}
     limits = [lower_bound(machine, total, asked.slices, prompt, more) for more in (0.0, inference)]
     return {
         "responses": responses_of(total),
@@ -442,8 +294,23 @@ def document(asked: argparse.Namespace) -> dict:
         "static_unfused_to_ours_fused": round(
             found["static"]["unfused_seconds"] / found["ours"]["fused_seconds"], 4
         ),
-        "covered": forecasts.coverage(known, prompts_of(total, earlier, limit)),
+        "covered": forecasts.coverage(known, shown(total, earlier, limit)),
     }
+
+
+def predictions(
+    asked: argparse.Namespace,
+    known: LengthForecasts,
+    total: np.ndarray,
+    earlier: np.ndarray | None,
+    limit: float,
+) -> Predict:
+    """What our policy is told of lengths, as the command line asks."""
+    if asked.prediction == "oracle":
+        return known_lengths
+    if earlier is None:
+        return by_siblings(known, total, PER_PROMPT, limit)
+    return by_earlier(known, total, earlier, limit)
 
 
 def learned(
@@ -461,14 +328,24 @@ def learned(
     if asked.wrong is not None:
         stages.insert(0, (long_before, f"noisy:{asked.wrong}"))
     for lengths, kind in stages:
-        shown = prompts_of(lengths, noisy(kind, lengths, luck), limit)
-        known = forecasts.after_stage(known, shown, KEPT)
+        prompts = shown(lengths, noisy(kind, lengths, luck), limit)
+        known = forecasts.after_stage(known, prompts, KEPT)
     return known
 
 
-def machine_of(asked: argparse.Namespace, points: Points, longest: float, drafts: bool) -> Machine:
+def shown(total: np.ndarray, earlier: np.ndarray | None, limit: float) -> list[PromptLengths]:
+    """What a stage with these lengths [n] has shown: of noisy ones [n], or of siblings."""
+    if earlier is None:
+        return prompts_of(total, PER_PROMPT, limit)
+    alone = (earlier[:, None], total[:, None], (total < limit)[:, None])
+    return [PromptLengths(*lengths, limit) for lengths in zip(*alone, strict=True)]
+
+
+def machine_of(
+    asked: argparse.Namespace, points: Points, longest: float, drafts: bool
+) -> SimulatedSlice:
     """The machine of measured points, for contexts up to the longest, with drafts or without."""
-    return Machine(
+    return SimulatedSlice(
         rates_of(points, asked.acceptance, longest, drafts, asked.free_drafter),
         TOKEN_BYTES,
         asked.bandwidth_gb * 1e9,
@@ -490,8 +367,12 @@ def decision_figures(seconds: list[float]) -> dict:
 
 
 def policies_of(
-    asked: argparse.Namespace, plain: Machine, machine: Machine, total: np.ndarray, prompt: float
-) -> dict[str, tuple[Machine, Policy, Policy]]:
+    asked: argparse.Namespace,
+    plain: SimulatedSlice,
+    machine: SimulatedSlice,
+    total: np.ndarray,
+    prompt: float,
+) -> dict[str, tuple[SimulatedSlice, Policy, Policy]]:
     """By name, whose machine decodes and who places its samples, without and with inference."""
     count = len(total)
     lists = packed(machine, total, asked.slices, prompt)

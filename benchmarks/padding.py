@@ -19,8 +19,8 @@ import json
 
 import numpy as np
 
-from benchmarks.drains import LENGTHS_TABLE, draw_lengths, read_percentiles
 from rlhf_jax.model.attention import QUERY_BLOCK
+from rlhf_jax.planner.response_lengths import LENGTHS_TABLE, draw_lengths, read_percentiles
 from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.sequences.packing import Extent, Packed, pack, padding_share
 
@@ -43,16 +43,16 @@ def main() -> None:
     parser.add_argument("--lengths", default=LENGTHS_TABLE)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
-    percentiles, tokens, _ = read_percentiles(asked.lengths)
+    percentiles = read_percentiles(asked.lengths)
     for shards in map(int, asked.row_shards.split(",")):
         for samples in map(int, asked.samples.split(",")):
             count = shards * samples
             luck = np.random.default_rng(asked.seed)
             drawn = {
-                "table": draw_lengths(percentiles, tokens, count, luck),
+                "table": draw_lengths(percentiles, count, luck),
                 "log-normal": np.minimum(CUT, MEDIAN * np.exp(SIGMA * luck.normal(size=count))),
             }
-            longest = {"table": int(tokens[-1]), "log-normal": CUT}
+            longest = {"table": int(percentiles.tokens[-1]), "log-normal": CUT}
             for name, lengths in drawn.items():
                 case = {"lengths": name, "row_shards": shards, "samples": samples}
                 shares = useful(lengths.astype(np.int64), longest[name], shards, asked)

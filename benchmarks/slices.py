@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.drains import draw_lengths, read_percentiles
 from benchmarks.generation import TEXT
 from rlhf_jax.generation.assignment import STATIC, AssignmentPolicy
 from rlhf_jax.generation.engine import generate
@@ -33,6 +32,7 @@ from rlhf_jax.generation.speculative.tree import PLAIN
 from rlhf_jax.mesh import Layout, make_mesh
 from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.weights.source import open_source
+from rlhf_jax.planner.response_lengths import draw_lengths, read_percentiles
 from rlhf_jax.reallocation import length_model, planner
 from rlhf_jax.reallocation.length_model import Lengths
 from rlhf_jax.reallocation.planner import ClusterView, Reallocation
@@ -114,8 +114,9 @@ def drawn(asked: argparse.Namespace, count: int, seed: int) -> np.ndarray:
     if asked.lengths is None:
         found = random.lognormal(np.log(longest / 6), SPREAD, count)
     else:
-        percentiles, tokens, _ = read_percentiles(asked.lengths)
-        found = draw_lengths(percentiles, tokens * (longest / tokens[-1]), count, random)
+        known = read_percentiles(asked.lengths)
+        scaled = known._replace(tokens=known.tokens * (longest / known.tokens[-1]))
+        found = draw_lengths(scaled, count, random)
     return np.clip(found, 2, longest).astype(int)
 
 

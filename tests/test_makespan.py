@@ -6,13 +6,18 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 
 import numpy as np
 import pytest
 from test_strategy_benchmark import write_table
 
-from benchmarks import drains, foresight, makespan
+from benchmarks import foresight, makespan
 from benchmarks.latency_table import DECODE, DRAFT, VERIFY, read_table
+from rlhf_jax import command
+from rlhf_jax.planner.placing import static
+from rlhf_jax.planner.response_lengths import draw_lengths, read_percentiles
+from rlhf_jax.planner.simulated_stage import ROUND, WAITS, SimulatedSlice, SimulatedStage, simulate
 from rlhf_jax.reallocation.planner import Reallocation
 
 LENGTHS = (
@@ -81,60 +86,60 @@ def test_all_end_above_the_bound_and_ours_is_not_behind(tmp_path, prediction):
 
 def test_lengths_follow_the_table(tmp_path):
     (tmp_path / "lengths.csv").write_text(LENGTHS)
-    percentiles, tokens, prompt = drains.read_percentiles(str(tmp_path / "lengths.csv"))
-    drawn = drains.draw_lengths(percentiles, tokens, 100_000, np.random.default_rng(0))
-    assert prompt == 217.7 and drawn.min() >= 1 and drawn.max() == 1140
+    known = read_percentiles(str(tmp_path / "lengths.csv"))
+    drawn = draw_lengths(known, 100_000, np.random.default_rng(0))
+    assert known.prompt == 217.7 and drawn.min() >= 1 and drawn.max() == 1140
     np.testing.assert_allclose(np.quantile(drawn, [0.5, 0.9]), [290, 700], rtol=0.02)
 
 
 def test_a_machine_of_one_speed_takes_the_time_that_it_must():
     rates = np.concatenate([np.zeros((1, 40)), np.full((4, 40), 50.0)])
-    machine = drains.Machine(rates, 1e5, 1e10, 0.0)
+    machine = SimulatedSlice(rates, 1e5, 1e10, 0.0)
     total = np.array([100.0, 200.0, 50.0, 400.0])
-    outcome = drains.run(machine, 2, total, 100.0, makespan.static(2, 4), 0.0)
-    assert outcome.seconds == pytest.approx(8.0, abs=4 * drains.ROUND)
-    assert outcome.busy == pytest.approx(4.0 + 8.0, abs=8 * drains.ROUND)
+    outcome = simulate(machine, 2, total, 100.0, static(2, 4), 0.0)
+    assert outcome.seconds == pytest.approx(8.0, abs=4 * ROUND)
+    assert outcome.busy == pytest.approx(4.0 + 8.0, abs=8 * ROUND)
     assert makespan.drained(machine, np.sort(total)[::-1], 100.0) == pytest.approx(8.0)
 
 
 def test_a_move_stops_both_slices_for_as_long_as_its_bytes_take():
     rates = np.concatenate([np.zeros((1, 40)), np.full((4, 40), 50.0)])
     # 1.5 s for a prompt of 100 tokens
-    machine = drains.Machine(rates, token_bytes=1e6, bandwidth=1e8, latency=0.5)
+    machine = SimulatedSlice(rates, token_bytes=1e6, bandwidth=1e8, latency=0.5)
 
-    def swap(stage: drains.Stage) -> Reallocation:
-        waits = (stage.place == drains.WAITS).any()
+    def swap(stage: SimulatedStage) -> Reallocation:
+        waits = (stage.place == WAITS).any()
         return (
-            Reallocation([(0, 0), (1, 0)], [(1, 1)], makespan.kept(stage))
+            Reallocation([(0, 0), (1, 0)], [(1, 1)], np.zeros(stage.slices, bool))
             if waits
-            else Reallocation([], [], makespan.kept(stage))
+            else Reallocation([], [], np.zeros(stage.slices, bool))
         )
 
-    outcome = drains.run(machine, 2, np.array([100.0, 100.0]), 100.0, swap, 0.0)
-    assert outcome.seconds == pytest.approx(2.0 + 1.5, abs=4 * drains.ROUND)
+    outcome = simulate(machine, 2, np.array([100.0, 100.0]), 100.0, swap, 0.0)
+    assert outcome.seconds == pytest.approx(2.0 + 1.5, abs=4 * ROUND)
     assert (outcome.moves, outcome.moved_bytes, outcome.paused) == (1, 1e8, pytest.approx(3.0))
 
 
 def test_a_policy_may_not_overfill_a_slice():
     rates = np.concatenate([np.zeros((1, 40)), np.full((1, 40), 50.0)])
-    machine = drains.Machine(rates, 1e5, 1e10, 0.0)
+    machine = SimulatedSlice(rates, 1e5, 1e10, 0.0)
     with pytest.raises(RuntimeError, match="more rows"):
-        drains.run(
+        simulate(
             machine,
             1,
             np.ones(2),
             1.0,
-            lambda stage: Reallocation([(0, 0), (1, 0)], [], makespan.kept(stage)),
+            lambda stage: Reallocation([(0, 0), (1, 0)], [], np.zeros(stage.slices, bool)),
             0.0,
         )
 
 
 def test_bad_input_is_told(tmp_path):
     with pytest.raises(FileNotFoundError, match="table of lengths"):
-        drains.read_percentiles(str(tmp_path / "none.csv"))
+        read_percentiles(str(tmp_path / "none.csv"))
     (tmp_path / "bad.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="percentile"):
-        drains.read_percentiles(str(tmp_path / "bad.csv"))
+        read_percentiles(str(tmp_path / "bad.csv"))
     with pytest.raises(SystemExit):
         makespan.arguments(["--latency=a", "--lengths=b", "--prediction=noisy"])
 
@@ -142,14 +147,14 @@ def test_bad_input_is_told(tmp_path):
 def test_the_tables_that_come_with_the_benchmarks_are_read():
     asked = makespan.arguments([])
     assert {*read_table(asked.latency).mode} == {DECODE, VERIFY, DRAFT}
-    percentiles, tokens, prompt = drains.read_percentiles(asked.lengths)
+    percentiles, tokens, prompt = read_percentiles(asked.lengths)
     assert len(percentiles) == len(tokens) == 10 and prompt > 0
 
 
 @pytest.mark.parametrize("deadline, late", [(8.0, 6.0), (16.0, 2.0), (24.0, 0.0)])
 def test_the_bound_of_foresight_where_it_is_known(deadline, late):
     """Ten samples of 4 s each, one after the other on two slices."""
-    machine = drains.Machine(np.array([np.zeros(10), np.full(10, 24.0)]), 0.0, 1.0, 0.0)
+    machine = SimulatedSlice(np.array([np.zeros(10), np.full(10, 24.0)]), 0.0, 1.0, 0.0)
     alike = foresight.Kinds(np.array([10.0]), np.array([[1.0] * 24 + [0.0] * 2]))  # 96 tokens long
     assert 0.94 * late <= foresight.least_late(machine, alike, 2, 0.0, deadline) <= late + 1e-6
 
@@ -161,18 +166,18 @@ def on_a_tail(*more: str) -> dict:
 
 
 def test_a_lognormal_law_is_cut_off_at_its_limit():
-    percentiles, tokens, prompt = drains.read_percentiles("lognormal:900:1.3:16384")
-    drawn = drains.draw_lengths(percentiles, tokens, 100_000, np.random.default_rng(0))
-    assert drawn.max() == 16384 and prompt > 0
+    known = read_percentiles("lognormal:900:1.3:16384")
+    drawn = draw_lengths(known, 100_000, np.random.default_rng(0))
+    assert drawn.max() == 16384 and known.prompt > 0
     np.testing.assert_allclose(np.median(drawn), 900, rtol=0.02)
     np.testing.assert_allclose(np.mean(drawn == 16384), 0.0128, atol=0.002)
     with pytest.raises(ValueError, match="MEDIAN:SIGMA:MOST"):
-        drains.read_percentiles("lognormal:900")
+        read_percentiles("lognormal:900")
 
 
 def test_samples_of_a_prompt_are_alike():
-    percentiles, tokens, _ = drains.read_percentiles("lognormal:900:1.3:16384")
-    drawn = drains.draw_lengths(percentiles, tokens, 80_000, np.random.default_rng(0), alike=8)
+    known = read_percentiles("lognormal:900:1.3:16384")
+    drawn = draw_lengths(known, 80_000, np.random.default_rng(0), alike=8)
     logs = np.log(drawn).reshape(-1, 8)
     assert logs.std(axis=1).mean() < 0.5 < 1.1 < logs.mean(axis=1).std()
     np.testing.assert_allclose(np.median(drawn), 900, rtol=0.05)
@@ -199,6 +204,35 @@ def test_a_first_stage_is_spread_evenly():
     assert (
         found["best_other_to_ours"] >= 0.995 and "lengths/earlier_within_50" not in found["covered"]
     )
+
+
+def planned(capsys: pytest.CaptureFixture[str], *more: str) -> str:
+    """What a plan prints, in one line."""
+    words = ["plan", "grpo_llama32_1b", "--config.generation.max_new_tokens=512", *more]
+    assert command.main(words) in (0, 1)
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_a_plan_says_what_moves_are_worth(tmp_path, capsys):
+    (tmp_path / "lengths.csv").write_text(LENGTHS)
+    lengths = f"--lengths={tmp_path / 'lengths.csv'}"
+    words = ("--devices=gpu:4:h100", "--config.mesh.slices=4")
+    said = planned(capsys, lengths, *words)
+    ways = (
+        "each stays",
+        "spread evenly",
+        "ours, which knows siblings",
+        "ours, were",
+        "no placement",
+    )
+    seconds = [float(re.search(rf"([0-9.]+) s {way}", said)[1]) for way in ways]
+    static, _, guessed, known, bound = seconds
+    assert bound <= known <= guessed <= static and known < static
+    assert "256 responses over 4 slices, 28% of them cut off at 512 tokens" in said
+    assert "reallocate is off" in planned(
+        capsys, lengths, *words, "--config.generation.reallocate=False"
+    )
+    assert "no sample can move" in planned(capsys, lengths, "--devices=gpu:1:h100")
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
     rlhf-jax plan CONFIG --devices v5p:2x2x1 [--config.any.key=value ...]
     rlhf-jax plan CONFIG --devices v5p:4x4x4 --search --verify --out plan.json
     rlhf-jax plan CONFIG --devices gpu:8x8:h100 --search --lag 1 --network 200
+    rlhf-jax plan CONFIG --devices gpu:8:h100 --lengths lognormal:900:1.3:16384
 
 Neither weights nor prompts are read: shapes come from a config.json, or from a table of published
 models by their names. Seconds are by formula, call by call, for responses of full length. A search
@@ -10,6 +11,8 @@ compares the config's plan and the presets with the best plan of calls that ther
 it also says what changes if a chip's usual shares are others. Beside plan.json it draws plan.svg.
 With --verify the programs of the plan that was found, or else of the config's, are compiled for the
 devices that are named: their memory, FLOPs and bytes that chips receive stand beside the formulas'.
+With --lengths a stage of generation is simulated, to say what moving samples between slices is
+worth.
 """
 
 from __future__ import annotations
@@ -27,9 +30,11 @@ from rlhf_jax.planner.describe import print_plan
 from rlhf_jax.planner.describe_search import print_search
 from rlhf_jax.planner.picture import timeline_svg
 from rlhf_jax.planner.planned import plan_run
+from rlhf_jax.planner.response_lengths import LENGTHS_TABLE, read_percentiles
 from rlhf_jax.planner.searched import search_plans, vary
 from rlhf_jax.planner.topology import topology_devices
 from rlhf_jax.planner.verified import print_verified, verify_plan
+from rlhf_jax.planner.worth_of_moves import rows_of_worth
 from rlhf_jax.runtime.files import write_atomically
 
 
@@ -42,6 +47,7 @@ def main(argv: list[str]) -> int:
     if not jax.config.values["jax_platforms"]:
         jax.config.update("jax_platforms", "cpu")  # no device is asked, and none is taken
     hardware = _hardware(asked)
+    lengths = read_percentiles(asked.lengths) if asked.lengths else None
     config = command_line.read([argv[0], *rest])
     planned = plan_run(config, hardware)
     searched = search_plans(config, planned, asked.lag) if asked.search else None
@@ -56,7 +62,8 @@ def main(argv: list[str]) -> int:
     ahead = copy.deepcopy(config)
     ahead.training.lag = max(asked.lag, config.training.lag)
     verified = verify_plan(ahead, run, _say) if asked.verify else None
-    print_plan(config, planned)
+    more = [] if lengths is None else rows_of_worth(config, run, lengths)
+    print_plan(config, planned, more)
     if searched:
         print_search(searched, vary(config, planned, searched.plans))
     if verified:
@@ -93,6 +100,13 @@ def _parser(name: str) -> argparse.ArgumentParser:
         "--network", type=float, metavar="GBITS", help="of each GPU, between nodes (gigabits/s)"
     )
     parser.add_argument("--chip", help="a file of figures that benchmarks/chip.py has measured")
+    parser.add_argument(
+        "--lengths",
+        nargs="?",
+        const=LENGTHS_TABLE,
+        help="say what moves are worth: for chats, or a CSV of percentiles, or"
+        " lognormal:MEDIAN:SIGMA:MOST",
+    )
     parser.add_argument(
         "--verify", action="store_true", help="compile the plan for those TPUs or GPUs"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rlhf_jax import mesh as meshes
 from rlhf_jax.config import derived, memory_parts
 from rlhf_jax.config.hardware import Hardware
@@ -16,8 +18,8 @@ from rlhf_jax.planner.planned import Planned
 from rlhf_jax.setup.describe import placement_rows, work_rows
 
 
-def print_plan(config: Config, planned: Planned) -> None:
-    """Print what a run would use on devices that need not be here."""
+def print_plan(config: Config, planned: Planned, more: Sequence[tuple[str, str]] = ()) -> None:
+    """Print what a run would use on devices that need not be here, and `more` rows."""
     layout = training_layout(planned.layouts)
     policy = planned.models.policy
     model = f"{policy.num_layers} layers of {policy.width}, {layout.dtype.name}"
@@ -31,6 +33,7 @@ def print_plan(config: Config, planned: Planned) -> None:
         ("memory", "\n".join(memory_parts.table(planned.parts))),
         *_predicted_rows(config, planned),
         *(("bubbles", sentence) for sentence in bubble_warnings(planned.run(config))),
+        *more,
         *_refused_rows(config, planned),
     ]
     console.describe(f"rlhf_jax: a plan of {config.steps} steps", rows)
