@@ -6,9 +6,12 @@ python docs/build.py serve    # and show it
 
 from __future__ import annotations
 
-import subprocess
+import importlib.util
+import os
+import re
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import rlhf_jax
 from rlhf_jax.command.config import keys
@@ -20,11 +23,14 @@ FIRST = ("train", "default_config", "Result", "Callback")  # of the public names
 REFERENCE = ROOT / "docs" / "reference"
 
 
-def main(words: list[str]) -> int:
-    """Write the pages, give zensical the rest, and return its exit code."""
+def main(words: list[str]) -> NoReturn:
+    """Write the pages and become zensical, so that signals reach it; SystemExit without it."""
+    if importlib.util.find_spec("zensical") is None:
+        sys.exit("error: zensical, which builds the site, is missing: pip install -e '.[docs]'")
     write_reference()
+    os.chdir(ROOT)
     command = [sys.executable, "-m", "zensical", *(words or ["build", "--strict", "--clean"])]
-    return subprocess.run(command, cwd=ROOT).returncode
+    os.execv(sys.executable, command)
 
 
 def write_reference() -> None:
@@ -43,20 +49,14 @@ def config_keys() -> str:
         " `rlhf_jax.default_config()` returns, the command line by `--config.any.key=value`;"
         " `rlhf-jax config 'generation.*'` prints the same.",
     ]
-    section = None
+    sections: dict[str, list[str]] = {"The run": []}  # keys without a section stand between others
     for key in keys():
-        own, _, _ = key.name.rpartition(".")
-        if own != section:
-            section = own
-            lines += [
-                "",
-                f"## {own or 'The run'}",
-                "",
-                "| key | default | meaning |",
-                "|---|---|---|",
-            ]
+        section, _, _ = key.name.rpartition(".")
         default = key.default.to_dict() if isinstance(key.default, Config) else key.default
-        lines.append(f"| `{key.name}` | `{default!r}` | {_cell(key.comment)} |")
+        row = f"| {_key(key.name)} | `{default!r}` | {_cell(key.comment)} |"
+        sections.setdefault(section or "The run", []).append(row)
+    for section, rows in sections.items():
+        lines += ["", f"## {section}", "", "| key | default | meaning |", "|---|---|---|", *rows]
     return "\n".join(lines) + "\n"
 
 
@@ -73,22 +73,21 @@ def metrics() -> str:
         "|---|---|---|---|",
     ]
     for one in MEANINGS:
-        lines.append(f"| `{one.key}` | {_cell(one.text)} | {one.unit} | {_cell(one.healthy)} |")
+        lines.append(f"| {_key(one.key)} | {_cell(one.text)} | {one.unit} | {_cell(one.healthy)} |")
     return "\n".join(lines) + "\n"
 
 
 def public_names() -> str:
     """Return the page of what `rlhf_jax` exports, each with its docstring, first what most need."""
-    lines = ["# Python", "", "What `import rlhf_jax` gives; its name there is that of the heading."]
+    lines = ["# Python", "", "What `import rlhf_jax` gives."]
     for name in dict.fromkeys([*FIRST, *rlhf_jax.__all__]):
-        module, _, own = rlhf_jax._PLACES[name].partition(":")
-        lines += [
-            "",
-            f"::: rlhf_jax.{module}.{own or name}",
-            "    options:",
-            f"      heading: {name}",
-        ]
+        lines += ["", f"::: rlhf_jax.{name}"]
     return "\n".join(lines) + "\n"
+
+
+def _key(name: str) -> str:
+    """Return the name of a key as code, which may be broken after each of its parts."""
+    return f"<code>{re.sub('(?<=[./_])', '<wbr>', name)}</code>"
 
 
 def _cell(text: str) -> str:
@@ -97,4 +96,4 @@ def _cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

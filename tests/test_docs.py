@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -141,6 +142,34 @@ def test_what_is_here_is_what_is_registered():
         assert set(re.findall(r"`([^`]+)`", rows[name])) == set(registered), name
 
 
+def test_without_zensical_one_sentence_names_the_extra():
+    code = (
+        "import runpy, sys; sys.modules['zensical'] = None; sys.argv[1:] = ['serve'];"
+        " runpy.run_path('docs/build.py', run_name='__main__')"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "zensical" in done.stderr and "pip install -e '.[docs]'" in done.stderr
+
+
+def test_who_stops_the_command_stops_zensical(tmp_path):
+    """It is the same process, under a stand-in for zensical here."""
+    (tmp_path / "zensical.py").write_text("import os, sys\nprint(os.getpid(), *sys.argv[1:])\n")
+    environment = tiny_run.environment(PYTHONPATH=f"{tmp_path}:{ROOT}")
+    command = [sys.executable, "docs/build.py", "serve"]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    ) as started:
+        assert started.communicate(timeout=100)[0].split() == [str(started.pid), "serve"]
+
+
+def test_the_page_of_config_keys_has_a_heading_for_each_section_once():
+    page = runpy.run_path(str(DOCS / "build.py"))["config_keys"]()
+    headings = re.findall("^## (.*)$", page, re.MULTILINE)
+    assert headings[0] == "The run" and len(set(headings)) == len(headings) > 10
+
+
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning_and_fits_a_phone(tmp_path):
     pytest.importorskip("zensical")
@@ -149,7 +178,10 @@ def test_the_site_builds_without_a_warning_and_fits_a_phone(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     api = (ROOT / "site" / "reference" / "api" / "index.html").read_text()
     assert "Do the run that a config describes" in api, "docstrings are shown"
-    for name in ("index.html", "concepts/rows/index.html", "reference/metrics/index.html"):
+    assert 'id="rlhf_jax.Result.warnings"' in api and "__eq__" not in api
+    assert 'id="rlhf_jax.default_config"' in api and "default_config</span>" in api
+    names = ("index.html", "concepts/rows/index.html", "reference/metrics/index.html")
+    for name in (*names, "reference/config/index.html"):
         for width in (1240, 390):
             shown = ROOT / "site" / name
             assert browser.width_needed(shown, tmp_path, width) <= width, f"{name} scrolls"

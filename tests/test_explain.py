@@ -200,6 +200,9 @@ def test_the_command_prints_every_strategy_and_the_choice(workdir):
     assert max(map(len, narrow.splitlines())) <= 80
     for name in map(trees.name_of, chooser.candidates.strategies):
         assert ":" in name or f"{name} " in narrow, "no name is broken"
+    assert not [line for line in narrow.splitlines() if line.lstrip().startswith(",")], (
+        "a tree is broken between parents"
+    )
 
 
 def test_the_command_shows_the_tables_of_the_checkpoint(workdir):
@@ -216,6 +219,8 @@ def test_the_command_shows_the_tables_of_the_checkpoint(workdir):
         rows = [cells for cells in rows if len(cells) >= 4 and cells[1][0].isdigit()]
         rates = [float(cells[3].replace(",", "")) for cells in rows]
         assert rates == sorted(rates, reverse=True) and len(rates) > 10
+        decimals = [[len(cell.partition(".")[2]) for cell in cells[1:4]] for cells in rows]
+        assert decimals == [[2, 2, 1]] * len(rows), "a column reads alike"
         tables[step] = {cells[0]: int(cells[4]) for cells in rows if len(cells) > 4}
     assert sum(tables[2].values()) > sum(tables[1].values()) > 0
 

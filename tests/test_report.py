@@ -37,7 +37,7 @@ CONFIG = {
     "reward": {"metrics": {}},
 }
 SAMPLE = {"step": 0, "prompt": "p", "response": "", "reward": None}
-VOID = {"meta", "link", "br", "img", "input", "hr"}
+VOID = {"meta", "link", "br", "wbr", "img", "input", "hr"}
 HOSTILE = "</p><script>alert('gotcha')</script><img src=x onerror=alert(1)> & \x00 \ud800"
 
 

@@ -38,12 +38,24 @@ def main(argv: list[str]) -> int:
     parser.add_argument("model", help="workdir of a run, a Hugging Face folder, .gguf, or org/name")
     parser.add_argument("--system", default="", help="system prompt; a policy expects its run's")
     parser.add_argument("--say", action="append", default=[], help="a message; again for the next")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest")
-    parser.add_argument("--tokens", type=int, default=256, help="of an answer at most")
-    parser.add_argument("--seed", type=int, default=0)
+    by_default = " (default: %(default)s)"
+    likeliest = f"0 takes the likeliest token{by_default}"
+    parser.add_argument("--temperature", type=float, default=0.0, help=likeliest)
+    parser.add_argument("--tokens", type=int, default=256, help=f"of an answer at most{by_default}")
+    parser.add_argument("--seed", type=int, default=0, help=f"of the draws{by_default}")
     asked = parser.parse_args(argv[1:])
-    folder = Path(asked.model).expanduser() / "policy"
-    source = open_source(str(folder) if folder.is_dir() else asked.model)
+    if asked.tokens < 1:
+        raise ValueError(f"--tokens is {asked.tokens}; an answer needs 1 or more.")
+    place = Path(asked.model).expanduser()
+    has_policy = (place / "policy").is_dir()
+    if place.is_dir() and not has_policy and not any(place.glob("*.safetensors")):
+        raise FileNotFoundError(
+            f"{place} holds neither policy/, as a run's workdir does once the run has ended, nor"
+            " *.safetensors, as a model's folder does; rlhf-jax export gives the policy of a"
+            " checkpoint."
+        )
+    print("loading the model ...", file=sys.stderr, flush=True)
+    source = open_source(str(place / "policy") if has_policy else asked.model)
     chat: list[Message] = [{"role": "system", "content": asked.system}] if asked.system else []
     says = iter(asked.say) if asked.say else _lines()
     for answer in answers(source, says, chat, asked.temperature, asked.tokens, asked.seed):
@@ -79,6 +91,8 @@ def answers(
                 f"The conversation has {len(prompt)} tokens, and there is room for {context};"
                 " begin a new one."
             )
+        if number == 0:
+            print("compiling the first answer ...", file=sys.stderr, flush=True)
         wanted = [Request(prompt, (number,), room)]
         (sample,) = generate(weights, None, wanted, decoding, layout)
         answer = source.tokenizer.decode(sample.tokens)

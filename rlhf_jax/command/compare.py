@@ -1,4 +1,4 @@
-"""Compare runs: what their configs differ in, their last figures, where their texts part."""
+"""Compare runs: what configs and own code differ in, last figures, where their texts part."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 
 from rlhf_jax.monitoring import console
-from rlhf_jax.monitoring.report.comparison import write_comparison
-from rlhf_jax.runtime.mirror import fetched
+from rlhf_jax.monitoring.report.comparison import SMOOTHED, write_comparison
 
 
 def main(argv: list[str]) -> int:
@@ -18,14 +17,14 @@ def main(argv: list[str]) -> int:
     asked = parser.parse_args(argv[1:])
     if len(asked.workdirs) < 2:
         parser.error("name two runs or more")
-    found = write_comparison([fetched(workdir) for workdir in asked.workdirs], asked.out)
+    replaced = asked.out.exists()
+    found = write_comparison(asked.workdirs, asked.out)
     for key, values in found.differences:
         print(f"{key}: {' | '.join(map(str, values))}")
-    if not found.differences:
-        print("Their configs are the same.")
-    print()
-    console.table(["", *found.names], found.figures)
-    same = "Their texts are the same as far as both go."
-    print(same if found.parting is None else f"Their texts part in step {found.parting}.")
-    print(f"Their curves and samples are in {asked.out}.")
+    print(found.configs)
+    console.table(["last figures", *found.names], found.figures)
+    print(SMOOTHED)
+    print(found.texts)
+    old = ", in place of the file that was there" if replaced else ""
+    print(f"Their curves and samples are in {asked.out}{old}.")
     return 0

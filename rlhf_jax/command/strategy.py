@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import argparse
 import copy
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -34,11 +37,11 @@ from rlhf_jax.runtime.mirror import fetched
 # empty without any.
 HEADINGS = (
     ("predicted\ntok/row", "tokens_per_row", ".2f"),
-    ("\nms", "milliseconds", ".3g"),
-    ("\ntok/s", "tokens_per_second", ",.5g"),
+    ("\nms", "milliseconds", ",.2f"),
+    ("\ntok/s", "tokens_per_second", ",.1f"),
     ("so far\nrounds", "rounds", ",.0f"),
     ("\ntok/row", "realised_tokens_per_row", ".2f"),
-    ("\ntok/s", "realised_tokens_per_second", ",.5g"),
+    ("\ntok/s", "realised_tokens_per_second", ",.1f"),
 )
 
 
@@ -151,13 +154,32 @@ def _table(rows: list[dict[str, Any]], situation: Situation) -> Table:
     context = situation.context / situation.live
     title = f"{situation.live} live of {situation.rows} rows, {context:,.0f} tokens each"
     table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
-    # Only trees that are written out, parent by parent, may be broken.
-    least = max((len(row["strategy"]) for row in rows if ":" not in row["strategy"]), default=0)
-    table.add_column("\nstrategy", min_width=least, overflow="fold")
+    names = [_Name(row["strategy"]) for row in rows]
+    least = max((len(part) for name in names for part in name.parts), default=0)
+    table.add_column("\nstrategy", min_width=least)
     for heading, _, _ in HEADINGS:
         table.add_column(heading, justify="right")
-    for row in rows:
+    for name, row in zip(names, rows, strict=True):
         figures = row | {"milliseconds": 1e3 * row["seconds"]}
         cells = [format(figures[key], form) if figures[key] else "" for _, key, form in HEADINGS]
-        table.add_row(Text(row["strategy"]), *cells)
+        table.add_row(name, *cells)
     return table
+
+
+class _Name:
+    """Show the name of a strategy; a tree, written parent by parent, is broken between parents."""
+
+    def __init__(self, name: str):
+        self.parts = re.findall(r"[^,]+,?", name)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(max(map(len, self.parts)), sum(map(len, self.parts)))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        line = ""
+        for part in self.parts:
+            if line and len(line + part) > options.max_width:
+                yield Text(line)
+                line = ""
+            line += part
+        yield Text(line)

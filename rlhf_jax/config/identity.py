@@ -49,13 +49,21 @@ def plan_name(config: Config) -> str | None:
 
 def binding_settings(config: Config) -> dict[str, Any]:
     """Return the values that make a run what it is, by dotted key, and its own code by digest."""
-    values = flat(config)
-    binding = {key: value for key, value in values.items() if not key.startswith(FREE_KEYS)}
+    binding = {key: value for key, value in flat(config).items() if not key.startswith(FREE_KEYS)}
     binding["plan"] = plan_name(config)
     binding["training.aggregate"] = aggregate_name(config)
-    for value in values.values():
+    return binding | {f"the code of {spec}": digest for spec, digest in own_code(config).items()}
+
+
+def own_code(config: Config) -> dict[str, str]:
+    """Return the digest of the file of each FILE.py:NAME that a config names, by that name.
+
+    Errors are those of reading the files.
+    """
+    digests = {}
+    for value in flat(config).values():
         several = value.values() if isinstance(value, dict) else value
         specs = several if isinstance(value, (dict, list, tuple)) else [value]
         own = [spec for spec in specs if isinstance(spec, str) and is_of_file(spec)]
-        binding |= {f"the code of {spec}": file_digest(spec.rpartition(":")[0]) for spec in own}
-    return binding
+        digests |= {spec: file_digest(spec.rpartition(":")[0]) for spec in own}
+    return digests

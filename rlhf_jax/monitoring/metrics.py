@@ -179,7 +179,8 @@ def open_run(
 ) -> Writer:
     """Return a writer for a run in `workdir`, and write its config (JSON) beside its files.
 
-    about: JSON too: the "title" of what the run does, and its "environment"; the report reads it.
+    about: JSON too: the "title" of what the run does, digests of its own "code", and its
+    "environment"; report and comparison read it.
 
     A run that resumes, at a `first_step` above 0, goes on in the files that are there. One that
     starts keeps those of an earlier run: they move to a folder `earlier-N` in the same place.

@@ -1,11 +1,11 @@
-"""Compare runs: curves over each other, what their configs differ in, where their texts part."""
+"""Compare runs: what configs and own code differ in, curves over each other, where texts part."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlhf_jax.monitoring.metrics import is_measure, paired
@@ -14,6 +14,7 @@ from rlhf_jax.monitoring.report.page import STEP_CHARTS, rendered, shown_pairs
 from rlhf_jax.monitoring.report.run import Row, RunRecord, read_run, series
 from rlhf_jax.monitoring.report.scales import reading, smooth
 from rlhf_jax.runtime.files import write_atomically
+from rlhf_jax.runtime.mirror import fetched
 
 CHARTS = (("reward/mean", "Reward", ""), *STEP_CHARTS)
 # Keys of metrics.jsonl whose last values stand in the table, smoothed as in their charts.
@@ -25,15 +26,22 @@ LAST_FIGURES = (
     "generation/tokens_per_second",
     "step/seconds",
 )
+SMOOTHED = (
+    "Figures of training are smoothed, as the ends of their curves are; those of eval/ are the last"
+    " evaluation's."
+)
 NO_MATTER = ("workdir", "compilation_cache", "dry_run")  # keys that change no number
+SHOWN_DIGITS = 8  # of the digest of a file
 
 
 class Comparison(NamedTuple):
     """Hold what tells runs apart."""
 
     names: list[str]
-    differences: list[tuple[str, list[Any]]]  # a key of the config, and its value in each run
-    parting: int | None  # the first step whose samples differ; None where none does
+    # a key of the config or a file of own code, and its value or digest in each run
+    differences: list[tuple[str, list[str]]]
+    configs: str  # a sentence where there are no differences
+    texts: str  # a sentence: whether their samples differ, and from which step on
     figures: list[tuple[str, list[str]]]  # a number, and what it is at last in each run
     charts: list[Chart]
     pairs: list[tuple[str, list[tuple[str, Row]]]]  # a prompt, and each run's last sample of it
@@ -44,27 +52,72 @@ def write_comparison(workdirs: Sequence[str | pathlib.Path], path: pathlib.Path)
 
     Errors are those of `read_run`, and OSError where the file cannot be written.
     """
-    runs = [read_run(workdir) for workdir in workdirs]
-    names = [run.name for run in runs]
-    if len(set(names)) < len(names):  # as of runs/a/run and runs/b/run
-        names = [str(workdir) for workdir in workdirs]
-    keys = dict.fromkeys(key for run in runs for key in run.config)
-    differences = [
-        (key, [run.config.get(key) for run in runs])
-        for key in keys
-        if key not in NO_MATTER and len({repr(run.config.get(key)) for run in runs}) > 1
-    ]
+    folders = [fetched(workdir) for workdir in workdirs]
+    runs = [read_run(folder) for folder in folders]
+    names = _names(workdirs)
+    differences = _differences(runs)
+    parting = _parting(folders)
     last = [run.samples[-1][1] if run.samples else [] for run in runs]
     found = Comparison(
         names,
         differences,
-        _parting(workdirs),
+        configs="" if differences else _alike(runs),
+        texts="Their texts are the same as far as both go."
+        if parting is None
+        else f"Their texts part in step {parting}.",
         figures=_figures(runs),
         charts=_charts(runs, names),
         pairs=shown_pairs(names, paired(*last)),
     )
-    write_atomically(path, rendered("comparison.html", **found._asdict()))
+    write_atomically(path, rendered("comparison.html", **found._asdict(), smoothed=SMOOTHED))
     return found
+
+
+def _names(workdirs: Sequence[str | pathlib.Path]) -> list[str]:
+    """Return of each path the fewest last parts that no other ends in, as of a/run and b/run."""
+    paths = [pathlib.Path(workdir).expanduser().resolve().parts for workdir in workdirs]
+    names = []
+    for parts in paths:
+        lengths = range(1, len(parts))
+        alone = [n for n in lengths if sum(other[-n:] == parts[-n:] for other in paths) == 1]
+        names.append("/".join(parts[-min(alone, default=1) :]))
+    return names
+
+
+def _differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
+    """Return what is not the same in all runs, with each run's: config keys, files of own code."""
+    recorded = all(run.code is not None for run in runs)
+    settings = [_settings(run.config, (run.code or {}) if recorded else {}) for run in runs]
+    found = []
+    for key in dict.fromkeys(key for one in settings for key in one):
+        values = [one.get(key) for one in settings]
+        if len(set(map(repr, values))) > 1:
+            empty = (None, "", [], {})
+            found.append((key, ["—" if value in empty else str(value) for value in values]))
+    return found
+
+
+def _settings(config: Mapping[str, Any], code: Mapping[str, str]) -> dict[str, Any]:
+    """Return what may change a run's numbers: its config, and the digests of its own code by file.
+
+    Folders do not count, as a copy of a file may lie in another.
+    """
+    settings = {key: value for key, value in config.items() if key not in NO_MATTER}
+    files: dict[str, set[str]] = {}
+    for spec, digest in code.items():
+        file = pathlib.PurePath(spec.rpartition(":")[0]).name
+        files.setdefault(f"code of {file}", set()).add(digest[:SHOWN_DIGITS])
+    return settings | {file: ", ".join(sorted(digests)) for file, digests in files.items()}
+
+
+def _alike(runs: Sequence[RunRecord]) -> str:
+    """Say that nothing differs, as far as the files of the runs show."""
+    same = "Their configs are the same"
+    if any(run.code is None for run in runs):
+        return f"{same}; the code of their own files is not on record, and may differ."
+    if any(run.code for run in runs):
+        return f"{same}, and so is the code of their own files."
+    return f"{same}."
 
 
 def _figures(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
@@ -96,7 +149,7 @@ def _charts(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Chart]:
             lines.append((f"other-{index % COLOURS}", series(rows, key, name)))
         if sum(bool(line) for _, line in lines) > 1:
             drawn.append(lines_chart(title, note, lines))
-    return drawn
+    return [chart for chart in drawn if chart.svg]
 
 
 def _parting(workdirs: Sequence[str | pathlib.Path]) -> int | None:

@@ -85,6 +85,8 @@ class RunRecord:
     trace: Trace | None = None  # the latest
     # by which command, commit, versions and devices it was made
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # the digest of each file of its own code, by FILE.py:NAME; None where an older run did not say
+    code: Mapping[str, str] | None = None
 
 
 def read_run(workdir: str | pathlib.Path) -> RunRecord:
@@ -114,6 +116,7 @@ def read_run(workdir: str | pathlib.Path) -> RunRecord:
         strategies=_strategies(folder / "strategies.jsonl"),
         trace=_latest_trace(folder / "timeline"),
         environment={str(key): str(value) for key, value in about.get("environment", {}).items()},
+        code=about.get("code"),
     )
 
 
