@@ -16,7 +16,7 @@ from rich.console import Console
 
 from rlhf_jax.config import earlier
 from rlhf_jax.config.algorithms import algorithm_of
-from rlhf_jax.config.identity import binding_settings
+from rlhf_jax.config.identity import binding_settings, own_code
 from rlhf_jax.config.schema import flat
 from rlhf_jax.evaluation import EvaluationReport
 from rlhf_jax.generation.requests import GenerationCounts, RoundReport
@@ -72,7 +72,6 @@ class Session:
         self._clock = PhaseClock("starting")
         self._phase_start = 0.0
         self._evaluations = 0
-        self.evaluated = -1  # the updates before the last evaluation
         self._looked = 0.0
         self._profile = contextlib.ExitStack()
         # another process decides what is next on the slice that both share
@@ -95,10 +94,11 @@ class Session:
         if found is None:
             return None
         if distributed.leads():
+            said = f"Going on from step {found.step}, saved in"
+            if found.step >= self.opened.config.steps:
+                said = f"All steps are done: raise steps to go on from {found.step}, saved in"
             place = f"{self.opened.config.workdir}/checkpoints"
-            print(
-                f"Going on from step {found.step}, saved in {place}; another workdir starts anew.\n"
-            )
+            print(f"{said} {place}; another workdir starts anew.\n")
         host = restored_host_state(self.opened, found.step, found.host)
         return RunState(found.state, host)
 
@@ -111,13 +111,13 @@ class Session:
         """Open the files of the run, show its progress, and load what else it needs."""
         config = self.opened.config
         leads = distributed.leads()
-        words = {"title": algorithm_of(config).title_of(config), "environment": environment()}
+        about = {"title": algorithm_of(config).title_of(config), "code": own_code(config)}
         opened = functools.partial(
             metrics.open_run,
             self.opened.workdir,
             config.to_json_best_effort(),
             state.step,
-            json.dumps(words),
+            json.dumps(about | {"environment": environment()}),
         )
         self._writer = distributed.run_on_all(lambda: opened() if leads else None)
         self._stack.callback(self._writer.close if self._writer else lambda: None)
@@ -262,7 +262,6 @@ class Session:
     def log_evaluation(self, report: EvaluationReport, step: int) -> None:
         """Write an evaluation down."""
         self._evaluations += 1
-        self.evaluated = step
 
         def write() -> None:
             if self._writer is None:

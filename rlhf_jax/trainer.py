@@ -102,7 +102,8 @@ def do_run(
         with Session(opened, callbacks) as session:
             state = session.restore() or session.begin()
             run = session.start(state)
-            state = compile_ahead(state, run, session)
+            if state.step < config.steps:
+                state = compile_ahead(state, run, session)
             while state.step < config.steps and not session.ends:
                 state = measure_if_due(state, run, session)
                 if session.ends:
@@ -234,7 +235,12 @@ def compile_step(state: RunState, run: Run, longest: Sequences, session: Session
 def measure_if_due(state: RunState, run: Run, session: Session, last: bool = False) -> RunState:
     """Evaluate every so many steps, and after the last one."""
     due = last or state.step % max(1, run.config.evaluation.every) == 0
-    if run.evaluation is None or not due or session.evaluated == state.step:
+
+    def stands() -> bool:  # by this process, or by one that took the last step
+        rows = metrics.read_rows(session.opened.workdir, "evaluations")
+        return bool(rows) and rows[-1]["step"] == state.step
+
+    if run.evaluation is None or not due or (last and distributed.run_on_leader(stands)):
         return state
     best = _best_so_far(run, session.opened)
     state, report = evaluate(state, run, session.observe)

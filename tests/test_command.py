@@ -36,7 +36,7 @@ def test_help_is_there_within_a_second():
 
 def test_a_wrong_word_is_named(capsys):
     assert command.main(["tarin"]) == 2
-    assert "there is no command 'tarin'" in capsys.readouterr().err
+    assert "there is no command 'tarin'; did you mean 'train'?" in capsys.readouterr().err
 
 
 def test_version_names_what_a_bug_report_needs(capsys):

@@ -95,13 +95,14 @@ def test_overrides_keep_their_types(config_file):
     [
         ("--config.training.learning_rat=1", "did you mean 'training.learning_rate'"),
         ("--config.generation.rows=4", "did you mean 'generation.max_rows'"),
+        ("--config.learning_rate=1", "did you mean 'training.learning_rate'"),
         ("--config.nothing.like.it=1", "no config key 'nothing.like.it'"),
         ("--config.mesh=1", "no config key 'mesh'"),
         ("--config.steps=many", "'steps' is of type int; 'many' is not"),
         ("--config.steps=2.5", "'steps' is of type int"),
         ("--config.training.learning_rate=fast", "is of type float"),
         ("--config.training.drop_overlong=7", "is of type bool"),
-        ("--steps=3", "not of the form --config.any.key=value"),
+        ("--steps=3", "no option --steps: a key of the config is set as in"),
         ("leftover", "not of the form --config.any.key=value"),
     ],
 )

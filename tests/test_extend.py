@@ -48,6 +48,20 @@ class Repeats(SearchDrafter):
 
 DOUBLED = dataclasses.replace(rlhf_jax.GRPO, title="my own algorithm")
 """
+WRONG = """
+import rlhf_jax
+
+
+def mean(terms):
+    return -(terms.ratios * terms.advantages).mean()
+
+
+def misspelt(terms):
+    return -terms.ratio * terms.advantages
+
+
+OF_SAMPLES = rlhf_jax.Estimator("sums", lambda rewards, *_: (rewards.sum(axis=1), None))
+"""
 SCORES = """
 import asyncio
 import json
@@ -180,13 +194,17 @@ def test_a_drafter_is_chosen_where_it_pays(tmp_path):
         ("algorithm__estimator", "medain", "must be one of gae, grpo"),
         ("algorithm__loss", "{folder}/none.py:loss", "there is no file"),
         ("algorithm__loss", "pppo", "must be one of ppo"),
+        ("algorithm__loss", "{wrong}:mean", "wrong.py:mean' gives float32[] for arrays of [4, 6]"),
+        ("algorithm__loss", "{wrong}:misspelt", "fails: 'LossTerms' object has no attribute"),
+        ("algorithm__estimator", "{wrong}:OF_SAMPLES", "gives float32[4] for arrays of [4, 6]"),
         ("algorithm__name", "{own}:loss", "is no rlhf_jax.Algorithm"),
         ("generation__drafters", "('{folder}/none.py:f',)", "there is no file"),
     ],
 )
 def test_what_cannot_be_is_one_sentence_before_weights_are_read(tmp_path, key, value, sentence):
     words = command(tmp_path)
-    given = value.format(own=tmp_path / "own.py", folder=tmp_path)
+    (tmp_path / "wrong.py").write_text(WRONG)
+    given = value.format(own=tmp_path / "own.py", wrong=tmp_path / "wrong.py", folder=tmp_path)
     words.append(f"--config.{key.replace('__', '.')}={given}")
     refused = run(words)
     assert refused.returncode == 2 and sentence in refused.stderr

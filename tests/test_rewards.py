@@ -40,6 +40,8 @@ def mischief(prompt, response, row):
             print("x" * 10_000)
             os.write(1, b"y" * 10_000)
             return float(sys.stdin.read() == "")
+        case "column":
+            return row["answer"]
         case "jax":
             return float("jax" in sys.modules)
         case "pid":
@@ -137,6 +139,11 @@ def test_a_reward_that_fails_on_everything_is_refused(workers):
         match=r"mischief failed on all 2 answers; the first one raised RuntimeError: two lines\.$",
     ):
         workers(answers("raise", "text"))
+
+
+def test_a_column_that_a_row_lacks_is_told_with_those_it_has(workers):
+    found = workers(answers("7", "column", scale=2, name="b"))
+    assert found.failures == {1: "raised KeyError: 'answer' (the row has 'scale', 'name')"}
 
 
 def test_a_reward_that_hangs_is_refused_early(mischief):

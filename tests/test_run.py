@@ -293,7 +293,8 @@ def test_a_dry_run_says_what_is_needed_and_stops(arguments, tmp_path, one_device
 
 def test_a_checkpoint_can_be_exported(arguments, tmp_path, one_device, capsys):
     """The policy of any checkpoint kept, as a folder: the last is the run's own."""
-    assert launch["main"](arguments(steps=3, checkpoint__every=2, evaluation__every=0)) == 0
+    words = arguments(steps=3, checkpoint__every=2, evaluation__every=3)
+    assert launch["main"](words) == 0
     run = tmp_path / "run"
     assert main(["export", str(run)]) == 0 and main(["export", str(run), "--step", "2"]) == 0
     weights = [
@@ -303,6 +304,10 @@ def test_a_checkpoint_can_be_exported(arguments, tmp_path, one_device, capsys):
     assert weights[0] == weights[1] != weights[2]
     assert main(["export", str(run), "--step", "1"]) == 2
     assert "There is no checkpoint of step 1" in capsys.readouterr().err
+    left = [(run / f"{name}.jsonl").read_bytes() for name in ("metrics", "evaluations")]
+    assert launch["main"](words) == 0
+    assert "All steps are done: raise steps to go on from 3" in capsys.readouterr().out
+    assert [(run / f"{name}.jsonl").read_bytes() for name in ("metrics", "evaluations")] == left
 
 
 def test_settings_may_change_only_where_asked_for(arguments, tmp_path, one_device, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from rlhf_jax import command
@@ -67,10 +68,14 @@ def test_of_a_good_run_nothing_is_said(tmp_path):
             {"texts": [f"The {noun} is a generous soul {i}." for i, noun in enumerate(NOUNS)]},
             "100% of the answers have one form, “the … is”",
         ),
-        ({"config": {"training.clip_high": 0.4}}, "training.clip_high=0.4 cannot matter as far"),
+        (
+            {"metrics": {"reward/mean": 0.5, "kl/response": 4.0}},
+            "so look at the samples, then try a lower training.learning_rate, which is 1e-06",
+        ),
+        ({"config": {"training.clip_high": 0.4}}, "training.clip_high=0.4 reads a ratio of prob"),
         ({"config": {"checkpoint.best": "eval/a/b"}}, "checkpoint.best waits for eval/a/b, which"),
         ({"config": {"stop_at": "eval/a/b > 1"}}, "stop_at waits for eval/a/b, which was never"),
-        ({"config": {"algorithm.loss": "own.py:loss"}}, "algorithm.loss=own.py:loss cannot matter"),
+        ({"config": {"algorithm.loss": "own.py:loss"}}, "algorithm.loss=own.py:loss reads a ratio"),
         ({"metrics": {"generation/groups_without_signal": 0.6}}, "60% of the prompts teach noth"),
         ({"metrics": {"mismatch/mean": 0.05}}, "Generation and training differ by 0.050 nats"),
         ({"metrics": {"reward/vader/failed": 2}}, "The reward vader failed on 16 responses"),
@@ -90,6 +95,15 @@ def test_kl_that_grows_tenfold_is_told(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (sentence,) = warnings(read_run(tmp_path))
     assert sentence.startswith("KL has grown from 0.100 to 3.00 nats an answer")
+
+
+@pytest.mark.parametrize(("last", "told"), [(3.0, True), (1.9, False), (0.3, False)])
+def test_answers_that_the_reference_would_hardly_write_are_told(tmp_path, last, told):
+    nats = np.linspace(1.5, last, 12)
+    rows = [{"step": step, "reference/nats": x} for step, x in enumerate(nats)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = warnings(read_run(tmp_path))
+    assert len(found) == told and all("costs the reference" in one for one in found)
 
 
 def test_answers_are_measured_by_their_words():

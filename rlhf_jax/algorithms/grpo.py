@@ -57,7 +57,7 @@ def policy_gradient(terms: TokenTerms) -> Share:
     The options' loss gives the policy's. The penalty is kl_weight * kl_estimator(policy,
     reference), the bonus entropy_coefficient * entropy. The policy's log-probs now are the old
     ones, too, where the batch has none. `kl/mean` is to the reference, `kl/old` is KL(old || now),
-    both in nats by k3.
+    both in nats by k3; `reference/nats` is what a token costs the reference.
     """
     batch = terms.batch
     settings = terms.settings
@@ -91,6 +91,8 @@ def policy_gradient(terms: TokenTerms) -> Share:
     }
     if terms.entropy is not None:
         means["entropy/mean"] = terms.entropy
+    if terms.column("reference_logprobs") is not None:
+        means["reference/nats"] = -reference
     metrics = {name: terms.mean(x) for name, x in means.items()}
     metrics["ratio/max"] = jnp.where(mask, ratios, 0.0).max()
     if scored is None:

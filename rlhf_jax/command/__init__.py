@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 
@@ -30,7 +31,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if words else 2
     name, *rest = words
     if name not in COMMANDS:
-        print(f"error: there is no command {name!r}.\n\n{usage()}", file=sys.stderr)
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        print(f"error: there is no command {name!r}{hint}\n\n{usage()}", file=sys.stderr)
         return 2
     slow = COMMANDS[name][1] and "--help" not in rest
     if slow and sys.stderr.isatty():

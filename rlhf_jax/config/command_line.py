@@ -188,6 +188,11 @@ def _split(arguments: list[str]) -> tuple[str, dict[str, str], list[str]]:
                 named[flag] = value
             else:
                 spec = value
+        elif not re.match("--?config[.]", word) and word.startswith("-"):
+            raise ValueError(
+                f"There is no option {flag}: a key of the config is set as in"
+                " --config.training.learning_rate=1e-5, and 'rlhf-jax config WORD' finds keys."
+            )
         elif not word.startswith("-") and not spec:
             spec = word
         else:
@@ -226,6 +231,9 @@ def _key_and_text(argument: str, known: set[str]) -> tuple[str, str]:
     name, text = match.groups()
     if name not in known:
         near = [RENAMED[name]] if name in RENAMED else []
+        # What a key is called within its section, the policy's before a critic's.
+        within = [key for key in known if key.rpartition(".")[2] == name]
+        near = near or sorted(within, key=lambda key: (not key.startswith("training."), key))
         near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else "'rlhf-jax config' lists them all."
         raise ValueError(f"There is no config key {name!r}; {hint}")

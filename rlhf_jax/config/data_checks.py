@@ -16,7 +16,8 @@ OWN_ARGUMENTS = ("messages", "add_generation_prompt")  # of a chat template, whi
 def check_data(config: Config) -> None:
     """Check that model and prompts are named, and what templates and columns are given."""
     require(
-        bool(config.model.path), "model.path is empty; give a folder, a .gguf file or a hub name."
+        bool(config.model.path),
+        "model.path is empty; give --model a folder, a .gguf file or a hub name.",
     )
     require_positive(config, "data.max_prompt_tokens")
     require(

@@ -18,7 +18,8 @@ def check_rewards(config: Config) -> None:
     terms = len(reward.functions) + len(reward.models)
     require(
         terms > 0,
-        "reward.functions and reward.models are empty; give FILE.py:function or a folder.",
+        "reward.functions and reward.models are empty; give --reward FILE.py:function, or the"
+        " folder of a reward model in reward.models.",
     )
     require(
         len(reward.weights) in (0, terms),

@@ -55,7 +55,8 @@ def read(
         found = _read_dataset(where_from, configuration, split)
     elif not is_file_name(place):
         raise ValueError(
-            f"Prompt file {place} must end in .jsonl or .parquet, not {suffix or 'nothing'!r}."
+            f"Prompt file {place} must end in .jsonl or .parquet, not {suffix or 'nothing'!r}: each"
+            f' line of a .jsonl file is a row, as {{"{prompt_key}": "What is 2 + 3?"}}.'
         )
     elif suffix == ".jsonl":
         found = _read_jsonl(where_from, _content(where_from))
@@ -198,7 +199,8 @@ def _check_row(row: Any, prompt_key: str, where: str) -> dict[str, Any]:
             ) from error
     if prompt_key not in row:
         raise ValueError(
-            f"{where} has no {prompt_key!r}; its keys are {', '.join(map(repr, row)) or 'none'}."
+            f"{where} has no {prompt_key!r}; its keys are {', '.join(map(repr, row)) or 'none'}:"
+            " set data.prompt_key to that of the prompt."
         )
     prompt = row[prompt_key]
     if isinstance(prompt, list):

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
+from rlhf_jax.losses import own
 from rlhf_jax.losses.kl import bounded
 from rlhf_jax.runtime.extensions import Table
 from rlhf_jax.types import Array
@@ -118,7 +119,13 @@ def _clipped(ratios: Array, terms: LossTerms) -> Array:
 
 def _no_loss(found: object) -> str:
     """Say why an object of a file is none."""
-    return "" if callable(found) else "is no function of rlhf_jax.LossTerms"
+    if not callable(found):
+        return "is no function of rlhf_jax.LossTerms"
+
+    def losses(now: Array, old: Array, advantages: Array, mask: Array, ids: Array) -> object:
+        return found(LossTerms(now, old, advantages, mask, ids, 2, clip_low=0.2, clip_high=0.2))
+
+    return own.refusal(losses, *[jnp.float32] * 3, jnp.bool_, jnp.int32)
 
 
 # By the names that algorithm.loss may have.

@@ -37,6 +37,13 @@ MEANINGS = (
     # distances
     Meaning("kl/mean", "KL of the policy to the reference, a token (k3)", "nats", "below 0.2"),
     Meaning("kl/response", "KL to the reference, a response (k1)", "nats", "below 10"),
+    Meaning(
+        "reference/nats",
+        "how unlikely the reference finds a sampled token: -log p, which rises where the language"
+        " goes",
+        "nats",
+        "does not rise",
+    ),
     Meaning("kl/old", "KL of the policy before the update to now, a token", "nats", "below 0.02"),
     Meaning("kl/coefficient", "price of a nat, in reward"),
     Meaning(

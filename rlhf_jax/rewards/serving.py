@@ -96,7 +96,7 @@ def call(reward: Callable[..., Any], signature: Signature, asked: RewardCall) ->
             alone = signature.form is Form.ONE
             return results_of(alone, value, len(asked.responses), given.logged)
     except BaseException as error:
-        return [raised(error)] * len(asked.responses)
+        return [raised(error, asked.responses[0].row)] * len(asked.responses)
 
 
 async def call_async(
@@ -116,7 +116,7 @@ async def call_async(
                 alone = signature.form is Form.ONE
                 return results_of(alone, value, len(asked.responses), given.logged)
         except BaseException as error:
-            return [raised(error)] * len(asked.responses)
+            return [raised(error, asked.responses[0].row)] * len(asked.responses)
 
     task = asyncio.ensure_future(answer())
     limit = asked.seconds if math.isfinite(asked.seconds) else None

@@ -79,7 +79,8 @@ def print_setup(opened: Opened) -> None:
         ("memory", "\n".join(memory_parts.table(parts))),
     ]
     title = algorithm_of(config).title_of(config)
-    console.describe(f"rlhf_jax: {title}, {config.steps} steps", rows)
+    steps = f"{config.steps:,} step{'s' * (config.steps != 1)}"
+    console.describe(f"rlhf_jax: {title}, {steps}", rows)
 
 
 def placement_rows(devices: str, plan: Plan) -> list[tuple[str, str]]:

@@ -120,7 +120,8 @@ def open_source(path: str | Path) -> Source:
         load = functools.partial(gguf.load, file)
     else:
         raise FileNotFoundError(
-            f"No model at {path}: give a Hugging Face folder, a .gguf file or a hub name org/name."
+            f"No model at {path}: give a Hugging Face folder, a .gguf file, a hub name org/name, or"
+            f" {SMOLLM2_NAME}."
         )
     check_vocabulary(tokenizer, config)
     for name, ids in ends.items():

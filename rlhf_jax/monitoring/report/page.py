@@ -16,7 +16,7 @@ from rlhf_jax.monitoring.report import drafting, timeline
 from rlhf_jax.monitoring.report.charts import COLOURS, Chart, line_chart, lines_chart, stacked_chart
 from rlhf_jax.monitoring.report.run import Row, RunRecord, Series, is_constant, read_run, series
 from rlhf_jax.monitoring.report.scales import duration, reading, signed, smooth
-from rlhf_jax.monitoring.report.warnings import warnings
+from rlhf_jax.monitoring.report.warnings import certain_change, warnings
 from rlhf_jax.runtime.files import write_atomically, writing
 
 # (key, label) of what is before and after a run without held-out prompts: the first that it has.
@@ -90,7 +90,8 @@ def render(run: RunRecord) -> bytes:
             line = series(run.evaluations, key)
             big += _before_after(f"Held-out {key.removeprefix('eval/')}", line, ends=True)
     for key, label in TRAINED:
-        big = big or _before_after(label, series(run.metrics, key))
+        judged = key != "reward/mean" or certain_change(run) != 0
+        big = big or _before_after(label, series(run.metrics, key), judged=judged)
     return rendered(
         "page.html",
         run=run,
@@ -242,11 +243,17 @@ def pairs(run: RunRecord) -> list[tuple[str, list[tuple[str, Row]]]]:
 def shown_pairs(
     names: Sequence[str], rows: Sequence[tuple[Row, ...]]
 ) -> list[tuple[str, list[tuple[str, Row]]]]:
-    """Return (prompt, [(name, sample), ...]) of at most PAIRS rows of samples, evenly spread."""
-    return [
+    """Return (prompt, [(name, sample), ...]) of at most PAIRS rows of samples, evenly spread.
+
+    First stands one of each prompt, then a second.
+    """
+    found = [
         (str(row[0].get("prompt", "")), [*zip(names, map(_shown, row), strict=True)])
         for row in rows[:: -(-len(rows) // PAIRS) or 1]
     ]
+    prompts = [prompt for prompt, _ in found]
+    order = sorted(range(len(found)), key=lambda index: prompts[:index].count(prompts[index]))
+    return [found[index] for index in order]
 
 
 def _terms(run: RunRecord) -> dict[str, str]:

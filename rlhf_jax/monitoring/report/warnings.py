@@ -16,6 +16,7 @@ RECENT = 5  # steps whose mean is "at the end"
 KL_NATS = 10.0  # of a response
 KL_GROWTH = 10.0
 KL_SMALL = 1.0  # nats of a response, below which growth is no matter
+UNLIKELIER = 1.4  # times as many nats a token cost the reference
 MISMATCH_NATS = 0.02  # of a token
 SHOWN_LETTERS = 60  # of what answers begin with
 ALIKE = 0.25  # of the answers begin alike
@@ -60,10 +61,29 @@ def _kl(run: RunRecord) -> Iterator[str]:
         )
 
 
+def _unlikely(run: RunRecord) -> Iterator[str]:
+    """Tell of answers that the reference would hardly write: few nats of KL may ruin short ones."""
+    line = series(run.metrics, "reference/nats")
+    if len(line) < FEWEST_STEPS:
+        return
+    first = float(line.values[: max(1, len(line) // 4)].mean())
+    now = _recent(run, "reference/nats")
+    if now > UNLIKELIER * first:
+        yield (
+            f"A token of an answer costs the reference {reading(now)} nats, and cost it"
+            f" {reading(first)} at first: the answers become unlikely language, so look at the"
+            " samples; the reward may not ask for sense."
+        )
+
+
 def _learning(run: RunRecord) -> Iterator[str]:
     """Tell of a policy that has not left its beginning, or else of a reward that has not risen."""
     reward = series(run.metrics, "reward/mean")
-    if len(reward) < FEWEST_STEPS or _has_risen(run) or any(_saturated(run)):
+    held_out = series(run.evaluations, "eval/reward").values
+    risen = certain_change(run) > 0 or (
+        len(held_out) > 1 and held_out[-1] > held_out[0] + FALLEN * max(1.0, abs(held_out[0]))
+    )
+    if len(reward) < FEWEST_STEPS or risen or any(_saturated(run)):
         return
     part = max(1, len(reward) // 4)
     first = reading(float(reward.values[:part].mean()))
@@ -73,29 +93,34 @@ def _learning(run: RunRecord) -> Iterator[str]:
     if run.config.get("kl.coefficient") and moved < HARDLY:
         yield (
             f"The policy has hardly moved: after {len(reward)} steps an answer is {reading(moved)}"
-            f" nats from the reference, and the reward has gone from {first} to {last}, which may"
-            f" be chance; raise training.learning_rate, which is {rate:.2g}, or take more steps."
+            f" nats from the reference, and the reward, on average {first} in the first quarter and"
+            f" {last} in the last, may have changed by chance; raise training.learning_rate, which"
+            f" is {rate:.2g}, or take more steps."
         )
     else:
+        change = (
+            f"an answer is {reading(moved)} nats from the reference all the same, so look at the"
+            f" samples, then try a lower training.learning_rate, which is {rate:.2g}"
+            if moved > KL_SMALL
+            else "look whether some samples earn more than others, then take more steps, more"
+            f" samples, or a higher training.learning_rate, which is {rate:.2g}"
+        )
         yield (
-            f"The reward has not risen in {len(reward)} steps, but for chance: it was {first} and"
-            f" is {last}; look whether some samples earn more than others, then take more steps,"
-            f" more samples, or a higher training.learning_rate, which is {rate:.2g}."
+            f"The reward has not risen in {len(reward)} steps, but for chance: on average it was"
+            f" {first} in the first quarter and is {last} in the last; {change}."
         )
 
 
-def _has_risen(run: RunRecord) -> bool:
-    """Tell whether the reward is higher at the end, by more than chance or on held-out prompts."""
-    held_out = series(run.evaluations, "eval/reward").values
-    if len(held_out) > 1 and held_out[-1] > held_out[0] + FALLEN * max(1.0, abs(held_out[0])):
-        return True
+def certain_change(run: RunRecord) -> float:
+    """Return how much higher the reward is in the last quarter; 0 where that may be chance."""
     reward = series(run.metrics, "reward/mean").values
     part = max(1, len(reward) // 4)
     spread = series(run.metrics, "reward/std").values
     # Samples of a prompt are alike, so prompts are counted, each once in both parts.
     prompts = max(1, run.config.get("generation.prompts_per_step", 1)) * part
     error = float(spread.mean()) * (2 / prompts) ** 0.5 if len(spread) else 0.0
-    return float(reward[-part:].mean() - reward[:part].mean()) > CERTAIN * error
+    change = float(reward[-part:].mean() - reward[:part].mean()) if len(reward) else 0.0
+    return change if abs(change) > CERTAIN * error else 0.0
 
 
 def _without_effect(run: RunRecord) -> Iterator[str]:
@@ -108,8 +133,9 @@ def _without_effect(run: RunRecord) -> Iterator[str]:
     if changed:
         told = " and ".join(f"{key}={config[key]}" for key in changed)
         yield (
-            f"{told} cannot matter as far as it reads the ratio of probabilities: with one epoch,"
-            " one minibatch and no lag that is 1; raise training.minibatches or training.epochs."
+            f"{told} reads a ratio of probabilities that is 1 in every update, with one epoch, one"
+            " minibatch and no lag: only what else it reads matters; for ratios raise"
+            " training.minibatches or training.epochs."
         )
 
 
@@ -232,6 +258,7 @@ def _recent(run: RunRecord, key: str) -> float:
 
 CHECKS: tuple[Callable[[RunRecord], Iterator[str]], ...] = (
     _kl,
+    _unlikely,
     _learning,
     _falling,
     _alike,
