@@ -85,4 +85,6 @@ def _comments(source: str) -> dict[str, str]:
             above = []
         elif token.line.strip() == "},":
             section = ""
+        elif token.type == tokenize.NAME:  # what stood above is of other lines
+            above = []
     return found
