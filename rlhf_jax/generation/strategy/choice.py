@@ -32,7 +32,8 @@ class Choice:
         """Return the choice in one sentence."""
         name = trees.name_of(self.strategy)
         rate = self.tokens / self.seconds
-        predicted = f"{rate:,.1f} tokens/s predicted, plain {self.plain_rate:,.1f}, best {self.best_rate:,.1f}"
+        others = f"plain {self.plain_rate:,.1f}, best {self.best_rate:,.1f}"
+        predicted = f"{rate:,.1f} tokens/s predicted, {others}"
         better = ""
         if self.not_yet_compiled:
             better = f"; {trees.name_of(self.not_yet_compiled)} would be better, once compiled"
