@@ -316,7 +316,8 @@ def observations_of(right: np.ndarray, left: np.ndarray, siblings: int = 1) -> O
     )
     ranks[:, :depth] = np.where(through & reached, 0, -1)
     offered[:, :depth] = siblings * reached
-    return Observations(np.zeros(count, bool), np.full(count, CLASS), ranks, offered)
+    none = np.zeros(count, int)
+    return Observations(none.astype(bool), np.full(count, CLASS), ranks, offered, band=none)
 
 
 # ---- the policies

@@ -8,8 +8,9 @@ import math
 import numpy as np
 import pytest
 
-from rlhf_jax.generation.strategy import acceptance
-from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, RANKS, Observations
+from rlhf_jax.generation.speculative import tree
+from rlhf_jax.generation.strategy import acceptance, candidates, predict
+from rlhf_jax.generation.strategy.acceptance import BANDS, CLASSES, DEPTHS, RANKS, Observations
 from rlhf_jax.generation.strategy.settings import ACCEPTANCE_SETTINGS
 
 
@@ -20,13 +21,15 @@ def drafted(
     second: float = 0.0,
     seen_prompt: bool = False,
     confidence: int = 1,
+    band: int = 0,
 ) -> Observations:
     """Drafts whose rank 0 is right with chance `first` at each depth, rank 1 with `second`."""
     uniform = rng.random((drafts, DEPTHS))
     ranks = np.where(uniform < first, 0, np.where(uniform < first + second, 1, -1))
     before = np.cumprod(np.pad(ranks[:, :-1] == 0, ((0, 0), (1, 0)), constant_values=True), axis=1)
     shape = np.full(drafts, seen_prompt), np.full(drafts, confidence)
-    return Observations(*shape, np.where(before, ranks, -1), RANKS * before)
+    at = np.full(drafts, band)
+    return Observations(*shape, np.where(before, ranks, -1), RANKS * before, at)
 
 
 def learned(*pieces: Observations, used: bool = False) -> acceptance.Acceptance:
@@ -41,7 +44,11 @@ def test_counts_are_those_of_a_loop():
     ranks = rng.integers(-1, RANKS, (20, DEPTHS))
     offered = rng.integers(0, RANKS + 1, (20, DEPTHS))
     piece = Observations(
-        rng.random(20) < 0.5, rng.integers(0, CLASSES, 20), np.minimum(ranks, offered - 1), offered
+        rng.random(20) < 0.5,
+        rng.integers(0, CLASSES, 20),
+        np.minimum(ranks, offered - 1),
+        offered,
+        band=np.zeros(20, int),
     )
     seen, hits = np.zeros((2, 2, CLASSES, DEPTHS, RANKS))
     for i, depth, rank in np.ndindex(20, DEPTHS, RANKS):
@@ -351,6 +358,43 @@ def test_pooled_rates_weigh_cells_by_their_drafts():
     rng = np.random.default_rng(11)
     known = learned(*[drafted(rng, 300, 0.9, confidence=3), drafted(rng, 100, 0.1)], used=True)
     assert acceptance.pooled_rates(known)[0, 0] == pytest.approx(0.7, abs=0.05)
+
+
+def test_rates_that_fall_with_the_position_are_foretold_at_each():
+    """Drafts of early tokens are right at 0.8, of late ones at 0.4, as many of each.
+
+    Deep drafts are mostly of early ones, so the rates of depths lean to these: the factors of bands
+    take away half of the error at least, not all of it.
+    """
+    rng = np.random.default_rng(0)
+    truth = {1: 0.8, 5: 0.4}
+    both = [drafted(rng, 40, rate, band=at) for _ in range(20) for at, rate in truth.items()]
+    known = learned(*both, used=True)
+    choices = candidates.build([tree.PLAIN, tree.parse("lookup-chain-4")], 4)
+    expectations = predict.expect(choices, {"lookup": known})
+
+    def foretold(*bands: int) -> float:
+        """Drafts accepted of a row, as likely in each of these bands."""
+        at = np.bincount(bands, minlength=BANDS) if bands else np.zeros(BANDS)
+        situation = predict.Situation(1, 1, 0.0, 0, {}, lambda strategy: True, bands=at)
+        return float(predict.tokens_of_rows(choices, expectations, situation)[1, 1]) - 1
+
+    for at, rate in truth.items():
+        right = sum(rate**k for k in range(1, 5))
+        assert abs(foretold(at) - right) < 0.5 * abs(foretold() - right), (foretold(at), right)
+    assert foretold(0) == foretold()
+    assert foretold(1, 5) == pytest.approx((foretold(1) + foretold(5)) / 2)
+    forgotten = acceptance.forget(known, 0.0)
+    np.testing.assert_array_equal(forgotten.of_bands, 1.0)
+    earlier = acceptance.state(known)
+    del earlier["by_band"]  # of a checkpoint from before there were bands
+    np.testing.assert_array_equal(acceptance.restore(earlier).of_bands, 1.0)
+
+
+def test_tokens_ahead_are_counted_by_band():
+    found = acceptance.bands_ahead(np.array([0.0, 100.0, 5000.0]), np.array([100.0, 300.0, 5001.0]))
+    np.testing.assert_array_equal(found, [64, 64, 128, 44, 0, 0, 0, 1])
+    np.testing.assert_array_equal(acceptance.bands(np.array([0, 63, 64, 9999])), [0, 0, 1, 7])
 
 
 def test_a_saved_acceptance_is_restored_whole():

@@ -133,6 +133,7 @@ class SimulatedDrain:
             np.where(follows, FOLLOWS_EARLIER, STRAYED),
             right - 1,
             RANKS * reached,
+            band=np.zeros(4000, int),
         )
         for part in np.split(np.arange(4000), 100):
             chooser.observe_text(

@@ -164,7 +164,9 @@ def test_drafts_that_were_left_out_say_nothing():
         path=path,
         done=np.zeros(3, bool),
     )
-    said = observations.of_drafts(strategy, emission, np.full(3, 3), np.ones(3, bool), allowed)
+    said = observations.of_drafts(
+        strategy, emission, np.full(3, 3), np.ones(3, bool), allowed, band=np.zeros(3, int)
+    )
     assert (said.offered > 0).sum(axis=1).tolist() == [4, 2, 0]
     assert (said.ranks[said.offered > 0] == 0).all()
 

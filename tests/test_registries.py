@@ -97,7 +97,7 @@ def test_a_run_of_five_toys(restored, tmp_path, monkeypatch, capsys):
     }
     launch = runpy.run_path(str(tiny_run.ROOT / "launch" / "train.py"), run_name="launch")
     assert launch["main"](tiny_run.arguments(tmp_path, model, **changes)) == 0
-    assert "guessing, 1 steps" in capsys.readouterr().out
+    assert "guessing, 1 step" in capsys.readouterr().out
 
     folder = tmp_path / "run"
     (line,) = tiny_run.lines(folder / "metrics.jsonl")

@@ -173,5 +173,6 @@ def test_acceptance_by_depth_counts_what_was_observed():
     offered[0, 1] = 4
     ranks[0, 0] = 0
     ranks[1, 0] = 1
-    seen = Observations(np.zeros(2, bool), np.zeros(2, int), ranks, offered)
+    none = np.zeros(2, int)
+    seen = Observations(none.astype(bool), none, ranks, offered, band=none)
     assert pricing.accepted([seen, seen]) == [0.5, 0.0, *[None] * (DEPTHS - 2)]

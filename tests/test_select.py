@@ -84,7 +84,9 @@ def scored(truth: np.ndarray, rows: int, rng: np.random.Generator) -> Observatio
 
 
 def observations(ranks: np.ndarray, offered: np.ndarray) -> Observations:
-    return Observations(np.zeros(len(ranks), bool), np.full(len(ranks), CLASS), ranks, offered)
+    count = len(ranks)
+    none = np.zeros(count, int)
+    return Observations(none.astype(bool), np.full(count, CLASS), ranks, offered, band=none)
 
 
 @dataclasses.dataclass
@@ -483,6 +485,10 @@ def test_the_pace_is_of_the_best_strategy_that_fits_whatever_is_compiled():
         assert all(row["ready"] for row in table) and len(table) > 0
         best = max(row["tokens_per_row"] / row["seconds"] for row in table)
         assert chooser.pace(8, 16, most_nodes) == pytest.approx(best)
+    late = dataclasses.replace(chooser.acceptance["model"], by_band=np.tile([40.0, 400.0], (8, 1)))
+    chooser.acceptance |= {"model": late, "lookup": late}
+    chooser.expectations = predict.expect(chooser.candidates, chooser.acceptance)
+    assert chooser.pace(8, 16, 33, np.ones(8)) < 0.9 * chooser.pace(8, 16, 33)
 
 
 def test_trees_join_between_stages_where_they_are_better_and_stay():
@@ -646,7 +652,9 @@ def test_rounds_are_packed_where_rows_differ_and_verifying_costs(following, pack
     cells = np.arange(4000) % 2
     right = np.cumprod(luck.random((4000, DEPTHS)) < np.where(cells, 0.97, 0.05)[:, None], axis=1)
     reached = np.hstack([np.ones((4000, 1), int), right[:, :-1]])
-    said = Observations(np.ones(4000, bool), np.where(cells, 3, 1), right - 1, RANKS * reached)
+    said = Observations(
+        np.ones(4000, bool), np.where(cells, 3, 1), right - 1, RANKS * reached, 0 * cells
+    )
     for part in np.split(np.arange(4000), 100):
         chooser.observe_text(
             "replay", Observations(*(leaf[part] for leaf in dataclasses.astuple(said)))

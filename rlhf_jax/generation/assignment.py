@@ -13,6 +13,7 @@ from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.generation.requests import Request, Sample
 from rlhf_jax.generation.rounds import GenerationRun
 from rlhf_jax.generation.scheduler import InFlightRound, SliceBatch, resize, row_bucket
+from rlhf_jax.generation.strategy.acceptance import bands_ahead
 from rlhf_jax.mesh import Layout
 from rlhf_jax.reallocation import forecasts, length_model, row_transfer
 from rlhf_jax.reallocation.forecasts import LengthForecasts, References
@@ -210,6 +211,7 @@ def _view(
     requests = [state.samples[one].request for one in ids]
     limit = np.array([request.max_new_tokens for request in requests])
     curve = np.array([state.survival_of[request.id] for request in requests])
+    left = length_model.remaining(state.survival, curve, generated, limit)
     slots = len(batch.state.done) * batch.state.tokens.shape[1]
     caches = jax.tree.leaves((batch.state.cache, batch.state.draft and batch.state.draft.cache))
     token_bytes = sum(leaf.nbytes for leaf in caches) / slots
@@ -225,11 +227,12 @@ def _view(
         speed = {size: 1 / (rows + size) for size in set(sizes)}
     else:
         nodes = precompile.VERIFIED * batch.layout.row_shards
-        speed = {size: run.selector.pace(size, size, nodes // size) for size in set(sizes)}
+        at = bands_ahead(generated, generated + left @ length_model.SHARES)
+        speed = {size: run.selector.pace(size, size, nodes // size, at) for size in set(sizes)}
 
     return ClusterView(
         place=np.array(places),
-        left=length_model.remaining(state.survival, curve, generated, limit),
+        left=left,
         context=generated + np.array([len(request.prompt) for request in requests]),
         rows=rows,
         slices=len(state.layouts),

@@ -31,7 +31,7 @@ from rlhf_jax.generation.speculative.protocol import drafter_of
 from rlhf_jax.generation.speculative.results import Results, from_words
 from rlhf_jax.generation.speculative.round import speculative_round
 from rlhf_jax.generation.strategy import observations
-from rlhf_jax.generation.strategy.acceptance import DEPTHS, Observations
+from rlhf_jax.generation.strategy.acceptance import DEPTHS, Observations, bands
 from rlhf_jax.generation.strategy.predict import Situation
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.runtime.slice_groups import SliceGroup
@@ -331,9 +331,11 @@ def _observe_drafters(
     used = sent.strategy.drafter
     gained = np.asarray(results.emission.count) > 0
     seen_prompt = np.array([one is not None and one.seen_prompt for one in sent.samples])
-    long = np.array([one is not None and len(one.tokens) >= DEPTHS for one in sent.samples])
+    length = np.array([len(one.tokens) if one else 0 for one in sent.samples])
+    long = length >= DEPTHS
+    band = bands(length)
     observed = {
-        name: observations.of_hindsight(own, gained & long, seen_prompt)
+        name: observations.of_hindsight(own, gained & long, seen_prompt, band)
         for name, own in results.hindsight.items()
         if name != used
     }
@@ -344,6 +346,11 @@ def _observe_drafters(
         if results.budget_share is not None:
             allowed = np.where(results.budget_share.short, results.budget_share.drafts, allowed)
         observed[used] = observations.of_drafts(
-            sent.strategy, results.emission, before, seen_prompt=seen_prompt, allowed=allowed
+            sent.strategy,
+            results.emission,
+            before,
+            seen_prompt=seen_prompt,
+            allowed=allowed,
+            band=band,
         )
     return observed

@@ -11,7 +11,7 @@ from rlhf_jax.generation.precompile import BackgroundCompiler
 from rlhf_jax.generation.requests import GenerationConfig, Sample
 from rlhf_jax.generation.scheduler import SliceBatch
 from rlhf_jax.generation.speculative.protocol import drafter_of
-from rlhf_jax.generation.strategy.acceptance import CLASSES
+from rlhf_jax.generation.strategy.acceptance import BANDS, CLASSES, bands
 from rlhf_jax.generation.strategy.predict import Situation
 
 
@@ -78,6 +78,7 @@ def situation_of(
         left=left,
         slice=batch.number,
         by_device=by_device,
+        bands=np.bincount(bands(np.array([len(one.tokens) for one in live])), minlength=BANDS),
     )
 
 

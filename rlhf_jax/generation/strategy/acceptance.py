@@ -1,7 +1,8 @@
 """Estimate how often the target accepts each drafter's tokens.
 
 Rates are kept by what is known before drafting: whether the prompt was rolled out before, and how
-confident the drafter is. Counts fade, and a sudden change makes what came before it forgotten.
+confident the drafter is. Beside them stands how they compare with what comes at each position of
+the response. Counts fade, and a sudden change makes what came before it forgotten.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ DEPTHS = 8  # The depths of a draft that are told apart.
 RANKS = 4  # The ranks of siblings that are told apart.
 CLASSES = 4  # The classes of a drafter's own confidence.
 NOTHING = 0  # The class in which a drafter has nothing to draft.
+
+# Positions in a response are told apart by bands of its tokens so far, which begin from these on.
+BAND_EDGES = np.array([64, 128, 256, 512, 1024, 2048, 4096])
+BANDS = len(BAND_EDGES) + 1
 
 # The rates [RANKS] of a drafter of which nothing is known.
 PRIOR_RATES = ACCEPTANCE_SETTINGS.prior_rate * ACCEPTANCE_SETTINGS.prior_rank_ratio ** np.arange(
@@ -41,6 +46,7 @@ class Observations:
     ranks: np.ndarray
     # [n, DEPTHS] int, ranks tried at each depth, proposed or in vain; 0: not observed
     offered: np.ndarray
+    band: np.ndarray  # [n] int, that the response so far is in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +62,8 @@ class Acceptance:
     hits: np.ndarray  # the same shape: those that were right, too
     realised: np.ndarray  # [3, 2] by window: tokens accepted in its own rounds, tokens predicted
     drift: np.ndarray  # [2] log likelihood ratios of a sudden fall and of a sudden rise
+    # [BANDS, 2] by band: drafts that were right, and those that were to be by the rates
+    by_band: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((BANDS, 2)))
 
     @functools.cached_property
     def rates(self) -> np.ndarray:
@@ -87,6 +95,12 @@ class Acceptance:
         sums = np.minimum(falling.cumsum(axis=-1), ACCEPTANCE_SETTINGS.highest_rate)
         return np.concatenate([sums[..., :1], sums[..., 1:] - sums[..., :-1]], axis=-1)
 
+    @property
+    def of_bands(self) -> np.ndarray:
+        """Return by what [BANDS] the rates are to be multiplied at each position."""
+        prior = ACCEPTANCE_SETTINGS.band_prior
+        return (self.by_band[:, 0] + prior) / (self.by_band[:, 1] + prior)
+
     @functools.cached_property
     def drafts(self) -> float:
         """Return how many drafts the rates rest on, faded ones by what is left of them."""
@@ -97,6 +111,19 @@ def unknown() -> Acceptance:
     """Return the acceptance of a drafter of which nothing is known."""
     counts = np.zeros((3, 2, CLASSES, DEPTHS, RANKS))
     return Acceptance(counts, counts, _UNCALIBRATED, drift=np.zeros(2))
+
+
+def bands(tokens: np.ndarray) -> np.ndarray:
+    """Return the band of each response that has so many tokens, of the same shape."""
+    return np.searchsorted(BAND_EDGES, tokens, side="right")
+
+
+def bands_ahead(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Count the tokens [BANDS] in each band of responses that go from `begin` [n] to `end` [n]."""
+    first = np.append(0, BAND_EDGES)
+    last = np.append(BAND_EDGES, np.inf)
+    inside = np.minimum(end[:, None], last) - np.maximum(begin[:, None], first)
+    return np.maximum(inside, 0.0).sum(axis=0)
 
 
 def joined(observations: Sequence[Observations]) -> Observations:
@@ -123,17 +150,33 @@ def observe(known: Acceptance, observations: Observations, used: bool = False) -
     member = (np.arange(2 * CLASSES)[:, None] == cell).astype(np.float32)  # [2 * CLASSES, n]
     counted = np.stack((tried, right)).reshape(2, drafts, DEPTHS * RANKS).astype(np.float32)
     seen, hits = (member @ counted).astype(float).reshape(2, 2, CLASSES, DEPTHS, RANKS)
+    by_band = _observe_bands(known, observations, right.any(axis=-1))
 
     if not used:
         known = _test_for_change(known, known.rates[..., 0], hits[..., 0], seen[..., 0])
         kept = math.exp(-drafts / ACCEPTANCE_SETTINGS.calibration_fade)
         faded = _UNCALIBRATED + kept * (known.realised - _UNCALIBRATED)
-        known = Acceptance(known.seen, known.hits, faded, drift=known.drift)
+        known = dataclasses.replace(known, realised=faded)
 
     seen = known.seen + seen
     kept = np.minimum(1.0, ACCEPTANCE_SETTINGS.window / np.maximum(seen, 1e-9))
     hits = (known.hits + hits) * kept
-    return _forget_before_change(Acceptance(seen * kept, hits, known.realised, drift=known.drift))
+    found = dataclasses.replace(known, seen=seen * kept, hits=hits, by_band=by_band)
+    return _forget_before_change(found)
+
+
+def _observe_bands(known: Acceptance, observations: Observations, right: np.ndarray) -> np.ndarray:
+    """Return `by_band` after more observations; right [n, DEPTHS] bool: an offered rank was."""
+    cell = np.where(observations.seen_prompt, 1, 0), observations.confidence
+    by_ranks = known.rates.cumsum(axis=-1)[cell]  # [n, DEPTHS, RANKS]
+    last = np.maximum(observations.offered - 1, 0)[..., None]
+    rates = np.take_along_axis(by_ranks, last, axis=-1)[..., 0]
+    expected = (rates * (observations.offered > 0)).sum(axis=1)
+    counts = [
+        np.bincount(observations.band, figures, BANDS) for figures in (right.sum(axis=1), expected)
+    ]
+    found = known.by_band + np.stack(counts, axis=1)
+    return found * np.minimum(1.0, ACCEPTANCE_SETTINGS.band_window / np.maximum(found[:, 1:], 1e-9))
 
 
 def calibrate(known: Acceptance, accepted: float, predicted: float, rows: int) -> Acceptance:
@@ -150,15 +193,14 @@ def calibrate(known: Acceptance, accepted: float, predicted: float, rows: int) -
     )
     realised = known.realised + np.array([accepted, predicted])
     kept = np.minimum(1.0, ACCEPTANCE_SETTINGS.calibration_window / realised[:, 1:])
-    return _forget_before_change(
-        Acceptance(known.seen, known.hits, realised * kept, drift=known.drift)
-    )
+    return _forget_before_change(dataclasses.replace(known, realised=realised * kept))
 
 
 def forget(known: Acceptance, kept: float) -> Acceptance:
     """Return the acceptance after the policy has moved: counts weigh `kept` (0 to 1) of before."""
     realised = _UNCALIBRATED + kept * (known.realised - _UNCALIBRATED)
-    return Acceptance(known.seen * kept, known.hits * kept, realised, drift=np.zeros(2))
+    drift = np.zeros(2)
+    return Acceptance(known.seen * kept, known.hits * kept, realised, drift, known.by_band * kept)
 
 
 def likeliest_rate(known: Acceptance, seen_prompt: int, confidence: int) -> float:
@@ -217,9 +259,8 @@ def _test_for_change(
     lasting = np.array([True, *(known.drift > 0)])
     drift = np.maximum(0.0, known.drift + np.array([down.sum(), up.sum()]))
     by_cell = lasting.reshape(3, 1, 1, 1, 1)
-    return Acceptance(
-        known.seen * by_cell, known.hits * by_cell, known.realised * lasting[:, None], drift=drift
-    )
+    realised = known.realised * lasting[:, None]
+    return Acceptance(known.seen * by_cell, known.hits * by_cell, realised, drift, known.by_band)
 
 
 def _forget_before_change(known: Acceptance) -> Acceptance:
@@ -227,9 +268,9 @@ def _forget_before_change(known: Acceptance) -> Acceptance:
     if known.drift.max() < ACCEPTANCE_SETTINGS.alarm:
         return known
     since = [1 + int(known.drift.argmax())] * 3
-    return Acceptance(
-        known.seen[since], known.hits[since], known.realised[since], drift=np.zeros(2)
-    )
+    realised = known.realised[since]
+    drift = np.zeros(2)
+    return Acceptance(known.seen[since], known.hits[since], realised, drift, known.by_band)
 
 
 def _shrink(seen: np.ndarray, hits: np.ndarray, general: np.ndarray) -> np.ndarray:

@@ -18,13 +18,14 @@ def of_drafts(
     confidence: np.ndarray,
     seen_prompt: np.ndarray,
     allowed: np.ndarray,
+    band: np.ndarray,
 ) -> Observations:
     """Observe the drafts that a round verified: which siblings were right until the row stopped.
 
-    confidence, seen_prompt [B]: class and whether the prompt was rolled out before; allowed [B]:
-    depth that a row was allowed. What was to be drafted and could not be counts as wrong. Rows that
-    gained nothing show nothing; the end of a sample hides what would have followed, and so does the
-    depth allowed.
+    confidence, seen_prompt, band [B]: class, whether the prompt was rolled out before, position;
+    allowed [B]: depth that a row was allowed. What was to be drafted and could not be counts as
+    wrong. Rows that gained nothing show nothing; the end of a sample hides what would have
+    followed, and so does the depth allowed.
     """
     rank, children = _shape(strategy)
     gained = arrived.count > 0
@@ -47,19 +48,23 @@ def of_drafts(
         confidence[gained],
         np.pad(ranks, missing, constant_values=-1),
         offered=np.pad(offered, missing),
+        band=band[gained],
     )
 
 
-def of_hindsight(hindsight: Hindsight, shown: np.ndarray, seen_prompt: np.ndarray) -> Observations:
+def of_hindsight(
+    hindsight: Hindsight, shown: np.ndarray, seen_prompt: np.ndarray, band: np.ndarray
+) -> Observations:
     """Observe what a drafter would have drafted, in the rows `shown` [B] bool.
 
-    Those are the rows that gained tokens and have enough of them; seen_prompt [B] bool.
+    Those are the rows that gained tokens and have enough of them; seen_prompt [B] bool, band [B].
     """
     return Observations(
         seen_prompt[shown],
         np.asarray(hindsight.past)[shown],
         np.asarray(hindsight.ranks)[shown],
         offered=np.asarray(hindsight.offered)[shown],
+        band=band[shown],
     )
 
 

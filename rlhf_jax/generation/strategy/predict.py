@@ -7,6 +7,7 @@ and the situation in which a strategy is chosen.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
@@ -14,13 +15,15 @@ import numpy as np
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.protocol import DRAFTERS
 from rlhf_jax.generation.strategy import acceptance, candidates, cost, drain, expected_gain
-from rlhf_jax.generation.strategy.acceptance import CLASSES, NOTHING, Acceptance
+from rlhf_jax.generation.strategy.acceptance import BANDS, CLASSES, NOTHING, Acceptance
 from rlhf_jax.generation.strategy.candidates import Candidates
 from rlhf_jax.generation.strategy.cost import Costs
 from rlhf_jax.generation.strategy.expected_gain import Ranking
 from rlhf_jax.generation.strategy.roofline import FREE_LAG
 from rlhf_jax.generation.strategy.settings import SELECTOR_SETTINGS
 from rlhf_jax.types import Strategy
+
+_FEWER = 0.95  # Times the rates, at which drafts are counted again for their slope.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Situation:
     slice: int = 0  # that chooses: each keeps to its own strategy
     # of `classes`: [D, CLASSES] rows of seen prompts on each of D devices
     by_device: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    # [BANDS] live rows by band of their responses, in any unit; all 0 where that is not known
+    bands: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(BANDS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +54,10 @@ class Expectations:
     """Hold what follows from the drafters' acceptance in any situation."""
 
     tokens: np.ndarray  # [2 * CLASSES, S] of a row's round, by seen prompt and class
+    # by drafter: [BANDS] by what its rates are to be multiplied at each position
+    of_bands: dict[str, np.ndarray]
+    # [2 * CLASSES, S] by what power of such a factor the drafts of a round are multiplied
+    powers: np.ndarray
     calibrations: dict[str, float]  # by drafter: accepted over predicted drafts
     # by drafter: chance that a text that follows its earlier one does so for a token more
     stay: dict[str, float]
@@ -74,8 +83,13 @@ def expect(choices: Candidates, known: Mapping[str, Acceptance]) -> Expectations
     """Find what the acceptance of the drafters says of all candidates."""
     calibrations = {name: acceptance.calibration(one) for name, one in known.items()}
     tokens = np.ones((2 * CLASSES, len(choices.strategies)))
+    powers = np.ones_like(tokens)
     for drafter, paths in choices.paths.items():
-        drafts = candidates.expected_drafts(paths, known[drafter].rates) * calibrations[drafter]
+        drafts = candidates.expected_drafts(paths, known[drafter].rates)
+        fewer = candidates.expected_drafts(paths, known[drafter].rates * _FEWER)
+        power = np.log(fewer / drafts) / math.log(_FEWER)
+        powers[:, paths.columns] = power.reshape(2 * CLASSES, -1)
+        drafts *= calibrations[drafter]
         if DRAFTERS[drafter].has_hindsight:
             # Here the class says that there is nothing to draft.
             drafts[:, NOTHING] = 0.0
@@ -91,6 +105,8 @@ def expect(choices: Candidates, known: Mapping[str, Acceptance]) -> Expectations
     }
     return Expectations(
         tokens=np.minimum(tokens, 1 + choices.depth),
+        of_bands={name: one.of_bands for name, one in known.items()},
+        powers=powers,
         calibrations=calibrations,
         stay={
             name: acceptance.likeliest_rate(one, 1, drain.FOLLOWING) for name, one in known.items()
@@ -149,7 +165,8 @@ def tokens_of_rows(
 ) -> np.ndarray:
     """Return [2 * CLASSES, S] tokens expected of a row's round, by seen prompt and class.
 
-    Those of packed rounds depend on how many rows of each class share the budget.
+    Those of packed rounds depend on how many rows of each class share the budget. The rows are
+    taken to be at the positions of the situation, whatever their class.
     """
     found = expectations.tokens.copy()
     for drafter, columns in choices.packed.items():
@@ -167,6 +184,15 @@ def tokens_of_rows(
                 factor=expectations.calibrations[drafter],
             )
             found[CLASSES:, columns] = found[:CLASSES, columns]
+    if situation.bands.any():
+        shares = situation.bands / situation.bands.sum()
+        for drafter, paths in choices.paths.items():
+            factors = expectations.of_bands[drafter][:, None, None]
+            drafted = factors ** expectations.powers[:, paths.columns]  # [BANDS, 2 * CLASSES, S']
+            found[:, paths.columns] += (found[:, paths.columns] - 1) * (
+                np.tensordot(shares, drafted, 1) - 1
+            )
+        found = np.minimum(found, 1 + choices.depth)
     return found
 
 

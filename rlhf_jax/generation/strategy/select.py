@@ -49,7 +49,9 @@ class Selector:
         self.earlier: StrategyCounts = {}  # of finished stages, all together
         # rows of the stage that finished last (`statistics.rows`)
         self.last_stage: list[dict[str, Any]] = []
-        self.classes: dict[str, np.ndarray] = {}  # of its situations, summed over rounds
+        # of its situations, summed over rounds
+        self.classes: dict[str, np.ndarray] = {}
+        self.bands: np.ndarray = np.zeros(acceptance.BANDS)
         self.current: dict[int, Strategy] = {}  # by slice
         self.stage: StageRounds = StageRounds()
         self.expectations: predict.Expectations = predict.expect(self.candidates, self.acceptance)
@@ -232,14 +234,17 @@ class Selector:
         self.earlier = statistics.merged(self.earlier, self.stage.counts)
         self.last_stage = statistics.rows(self.stage.counts)
         self.classes = self.stage.classes
+        self.bands = self.stage.bands
         self.stage: StageRounds = StageRounds()
         self.expectations: predict.Expectations = predict.expect(self.candidates, self.acceptance)
 
-    def typical_situation(self, live: int, rows: int, most_nodes: int) -> Situation:
+    def typical_situation(
+        self, live: int, rows: int, most_nodes: int, at: np.ndarray | None = None
+    ) -> Situation:
         """Return a situation as rounds of about so many live rows have had it, or else all rounds.
 
         Rows have the mean context of those rounds, and drafters the confidence that they had over
-        the last stage.
+        the last stage. at: shares [BANDS] of the rows' positions, if others than those of then.
         """
         known = statistics.merged(self.earlier, self.stage.counts)
         size = statistics.bucket(live)
@@ -254,12 +259,16 @@ class Selector:
             classes=self.classes,
             ready=lambda strategy: True,
             most_nodes=most_nodes,
+            bands=self.bands if at is None else at,
         )
 
-    def pace(self, live: int, rows: int, most_nodes: int) -> float:
-        """Return the tokens a second that one of `live` rows gains by the best strategy."""
+    def pace(self, live: int, rows: int, most_nodes: int, at: np.ndarray | None = None) -> float:
+        """Return the tokens a second that one of `live` rows gains by the best strategy.
+
+        at: as in `typical_situation`.
+        """
         choices = self.candidates
-        situation = self.typical_situation(live, rows, most_nodes)
+        situation = self.typical_situation(live, rows, most_nodes, at)
         tokens, seconds = self._tokens_and_seconds(situation)
         fits = choices.nodes <= max(most_nodes, int(choices.nodes.min()))
         return float((tokens / seconds)[fits].max() / live)
@@ -323,6 +332,7 @@ class Selector:
             "timed": self.timed,
             "tallies": statistics.state(self.earlier),
             "classes": dict(self.classes),
+            "bands": self.bands,
             "current": {
                 str(number): trees.name_of(strategy) for number, strategy in self.current.items()
             },
@@ -345,6 +355,7 @@ class Selector:
         self.timed = saved["timed"]
         self.earlier = statistics.restore(saved["tallies"])
         self.classes = {drafter: np.array(counts) for drafter, counts in saved["classes"].items()}
+        self.bands = np.array(saved.get("bands", self.bands))
         current = saved["current"] or {}
         # Before there were slices, one strategy was saved.
         current = current if isinstance(current, dict) else {"0": current}

@@ -76,6 +76,11 @@ class AcceptanceSettings:
     calibration_bounds: tuple[float, float] = (0.1, 1.5)
     # Scored drafts after which an unused drafter's calibration has lost its hold; by hand.
     calibration_fade: float = 64.0
+    # Drafts expected to be right that count for one band of positions; by hand.
+    band_window: float = 1200.0
+    # Drafts right as expected that a band begins with, as few are luck; by hand, checked by
+    # benchmarks/positions.py.
+    band_prior: float = 32.0
     # Acceptance rate of rank 0 where nothing is known, and of each rank over the one before;
     # by hand.
     prior_rate: float = 0.3

@@ -35,6 +35,7 @@ class StageRounds:
     counts: StrategyCounts = dataclasses.field(default_factory=dict)  # what its rounds gave
     # of its situations, summed
     classes: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    bands: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(acceptance.BANDS))
     elapsed: float = 0.0  # predicted seconds of what was chosen
     lost: float = 0.0  # of these, predicted to be lost on probes
     switches: int = 0
@@ -58,6 +59,7 @@ class StageRounds:
         for drafter, counts in situation.classes.items():
             known = self.classes.get(drafter)
             self.classes[drafter] = counts if known is None else known + counts
+        self.bands = self.bands + situation.bands
         self.elapsed += seconds
         self.switches += self.last.get(place, strategy) != strategy
         self.last[place] = strategy

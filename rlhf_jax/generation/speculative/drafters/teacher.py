@@ -17,7 +17,7 @@ import numpy as np
 from rlhf_jax.generation.speculative import sampling as draws
 from rlhf_jax.generation.speculative.drafters.model import confidence_of
 from rlhf_jax.generation.speculative.sampling import Truncation
-from rlhf_jax.generation.strategy.acceptance import DEPTHS, NOTHING, RANKS, Observations
+from rlhf_jax.generation.strategy.acceptance import DEPTHS, NOTHING, RANKS, Observations, bands
 from rlhf_jax.mesh import ONE_DEVICE, Layout, pin_rows
 from rlhf_jax.model.attention import causal_on
 from rlhf_jax.model.columns import join_columns, split_columns
@@ -98,9 +98,10 @@ def as_observations(
     ranks = np.where(observed, ranks, -1)
     offered = np.where(observed, RANKS, 0)
     before = np.where(mask[row, place - 1], confidence[row, place - 1], NOTHING)
-    by_class = (seen_prompt[row], before, ranks, offered)
+    band = bands(mask.cumsum(axis=1)[row, place] - 1)
+    by_class = (seen_prompt[row], before, ranks, offered, band)
     # Between drafts of its own nothing is known of a row: that class is the mean of all.
     again = before != NOTHING
     nothing = np.full(again.sum(), NOTHING)
-    unknown = (seen_prompt[row][again], nothing, ranks[again], offered[again])
+    unknown = (seen_prompt[row][again], nothing, ranks[again], offered[again], band[again])
     return Observations(*(np.concatenate(both) for both in zip(by_class, unknown, strict=True)))
