@@ -19,6 +19,7 @@ import jax
 import pytest
 from compilers import needs_cuda, needs_libtpu, one
 from jax.stages import Compiled
+from kernel_cases import FAST
 
 from benchmarks import kernels
 from benchmarks.compiled import programs as compiled_programs
@@ -127,8 +128,8 @@ MACHINES = {
     "tpus": Machine(
         "v5p:2x2x2",
         {"mesh.fsdp": 4, "mesh.tensor": 2} | dict.fromkeys(TPU_KERNELS, "pallas"),
-        (*GENERATION[:3], *GENERATION[4:], *SCORES[:2], UPDATES[1], UPDATES[2], UPDATES[6]),
-        (GENERATION[3], SCORES[2], UPDATES[0], *UPDATES[3:6]),
+        (*GENERATION[:3], *GENERATION[4:], SCORES[0], UPDATES[1], UPDATES[2]),
+        (GENERATION[3], *SCORES[1:], UPDATES[0], *UPDATES[3:]),
     ),
 }
 CASES = [
@@ -266,7 +267,10 @@ def test_the_table_has_every_program_of_a_run(name, folder):
 
 # Kernels as machine code
 
-KERNELS = list(itertools.product(kernels.PROBLEMS, SHAPES))
+KERNELS = [
+    pytest.param(kernel, name, marks=[pytest.mark.long] * (name not in FAST))
+    for kernel, name in itertools.product(kernels.PROBLEMS, SHAPES)
+]
 
 
 @needs_cuda

@@ -77,10 +77,18 @@ def test_what_is_not_run_is_code_whose_config_makes_a_plan(page):
                 assert plan_run(config, hardware_of(config)).parts
 
 
+# Pages whose commands take longest; what they do is tested elsewhere, too.
+LONG_PAGES = ("resume", "plan", "track", "lag")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if any(one.reason is None for one in CODE[page])],
+    [
+        pytest.param(page, marks=[pytest.mark.long] * (page.stem in LONG_PAGES))
+        for page in PAGES
+        if any(one.reason is None for one in CODE[page])
+    ],
     ids=lambda page: page.stem,
 )
 def test_the_blocks_of_a_page_run(page, tmp_path):

@@ -60,7 +60,7 @@ def alone(run):
         pytest.param(2, True, True, marks=pytest.mark.slow),
         pytest.param(2, False, False, marks=pytest.mark.slow),
         pytest.param(2, False, True, marks=pytest.mark.slow),
-        pytest.param(4, True, True, marks=pytest.mark.slow),
+        pytest.param(4, True, True, marks=[pytest.mark.slow, pytest.mark.long]),
         pytest.param(4, True, False, marks=pytest.mark.slow),
     ],
 )

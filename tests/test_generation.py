@@ -538,6 +538,7 @@ def test_a_real_models_greedy_text_is_that_of_transformers(smollm2, strategy):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_real_models_sampled_text_is_plain_text(smollm2):
     target, drafter = _real(smollm2)
     prompts = [json.loads(GOLDEN.read_text())[i]["prompt"] for i in range(6)]

@@ -61,6 +61,7 @@ def fewer_processes(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_every_part_has_figures_and_the_next_start_has_nothing_to_do(tmp_path, fewer_processes):
     out = tmp_path / "results.json"
     parts = measure(started(out, ",".join(on_gpu.PARTS)))

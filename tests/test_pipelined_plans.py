@@ -113,6 +113,7 @@ def test_pipelines_are_found_at_256_tokens_a_gpu_and_a_slow_network(found, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_faster_network_is_for_fsdp():
     config, run = planned(devices=NODES, network=400)
     compared = search_plans(config, run)
@@ -360,6 +361,7 @@ def test_a_search_says_when_pipelines_win_and_by_how_much(found, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_mesh_of_pipelines_stands_beside_the_best_plan_without():
     changes = {"model.path": "meta-llama/Llama-3.2-1B", "drafter.path": ""}
     config, run = planned({**PIPELINED, **changes, "mesh.tensor": 8})

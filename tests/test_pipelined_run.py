@@ -117,9 +117,8 @@ def test_a_plan_file_has_pipelines_beside_samples_drawn_ahead(run, tmp_path, alg
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "copies", [False, pytest.param(True, marks=pytest.mark.long, id="a copy of the critic each")]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("copies", [False, pytest.param(True, id="a copy of the critic each")])
 def test_two_processes_with_stages_of_their_own_take_the_steps_of_one(place, copies):  # noqa: F811
     changes = PPO | {"steps": 4, "checkpoint__every": 2}
     if copies:
@@ -133,9 +132,8 @@ def test_two_processes_with_stages_of_their_own_take_the_steps_of_one(place, cop
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("event", "number"), [("unfinished", 1), pytest.param("training", 12, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("event", "number"), [("unfinished", 1), ("training", 12)])
 def test_killed_with_pipelines_and_resumed_is_uninterrupted(event, number, tmp_path, monkeypatch):
     """Bit for bit, on two slices of two devices."""
     test_resume.check_killed_and_resumed(tmp_path, monkeypatch, RESUMED, (event, number))

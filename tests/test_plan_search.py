@@ -124,6 +124,7 @@ def test_each_plan_computes_layers_again_only_where_it_must():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_slower_network_between_nodes_makes_plans_longer():
     config = config_of("grpo_llama31_8b:gpu")
     hardware = parse_hardware("gpu:8x8:h100")

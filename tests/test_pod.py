@@ -43,7 +43,6 @@ TOLERANCE = 0.15
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("uncached", "compiled_well")]
 ON_CPU = ("quickstart", "quickstart_ppo")
 ON_TPU = ("grpo_llama32_1b", "grpo_gsm8k", "grpo_llama31_8b:tpu", "ppo_llama31_8b:tpu")
-LIKE_OTHERS = ("grpo_gsm8k", "grpo_llama31_8b:tpu", "ppo_llama31_8b:tpu")
 
 
 class Target(NamedTuple):
@@ -163,13 +162,7 @@ def assert_near(predicted: int, compiled: int, what: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        *ON_CPU,
-        *(
-            pytest.param(name, marks=[needs_libtpu, *[pytest.mark.long] * (name in LIKE_OTHERS)])
-            for name in ON_TPU
-        ),
-    ],
+    [*ON_CPU, *(pytest.param(name, marks=[needs_libtpu, pytest.mark.long]) for name in ON_TPU)],
 )
 def test_predicted_memory_is_the_compilers(name):
     """Of each stage's largest program, alone: what else is there is exact, and would only make the

@@ -149,6 +149,7 @@ SOURCES: dict[str, tuple[str, str]] = {
     "replay": ("replay-chain-2", ""),
 }
 """By source of drafts: the strategy's name, and the drafter in place of the one it names."""
+LIKE_OTHERS = ("lookup, tree", "lookup, packed")
 
 WAYS: dict[str, tuple[Callable[[History], History], Callable[[], Layout], int]] = {
     "evaluated again": (lambda history: history, lambda: ONE_DEVICE, 0),
@@ -159,7 +160,12 @@ WAYS: dict[str, tuple[Callable[[History], History], Callable[[], Layout], int]] 
 """By way in which prompts come again: what becomes of the history, where, and repeated samples."""
 
 CASES = [
-    pytest.param(rule, source, way, marks=[] if fast else [pytest.mark.slow])
+    pytest.param(
+        rule,
+        source,
+        way,
+        marks=[pytest.mark.slow] * (not fast) + [pytest.mark.long] * (source in LIKE_OTHERS),
+    )
     for rule in RULES
     for source in SOURCES
     for way in WAYS

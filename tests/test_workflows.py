@@ -48,6 +48,7 @@ WORKFLOWS = {
     ),
     "TWO_CRITICS": Workflow("PPO", "judge/loss", changes=GENERATES),
 }
+LIKE_OTHERS = ("DPO", "TWO_CRITICS")
 
 
 @pytest.fixture
@@ -95,7 +96,10 @@ def test_only_the_models_of_a_workflow_are_planned(words, one_device, algorithm,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WORKFLOWS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] * (name in LIKE_OTHERS)) for name in WORKFLOWS],
+)
 def test_it_learns_is_killed_and_goes_on_bit_for_bit(words, tmp_path, name):
     workflow = WORKFLOWS[name]
 
