@@ -166,6 +166,7 @@ def test_a_changed_policy_replays_most_of_its_earlier_text(target, earlier):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_rounds_are_packed_where_half_of_the_texts_stray(target, earlier):
     """Verifying costs here, and of the samples that wait for rows half have an earlier text of
     somebody else's.

@@ -74,7 +74,7 @@ def test_more_failures_than_allowed_end_the_run_before_it_learns(run, tmp_path, 
     assert run(reward__functions=reward, reward__max_failed=0.1) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "more than reward.max_failed = 0.1" in said
-    assert "(the first: vowels raised KeyError: 'no answer')" in said
+    assert "(the first: vowels raised KeyError: 'no answer' (the row has 'prompt'))" in said
     assert run(reward__functions=reward, checkpoint__allow_changes=True) == 0
     assert [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [0]
 

@@ -128,8 +128,8 @@ MACHINES = {
     "tpus": Machine(
         "v5p:2x2x2",
         {"mesh.fsdp": 4, "mesh.tensor": 2} | dict.fromkeys(TPU_KERNELS, "pallas"),
-        (*GENERATION[:3], *GENERATION[4:], SCORES[0], UPDATES[1], UPDATES[2]),
-        (GENERATION[3], *SCORES[1:], UPDATES[0], *UPDATES[3:]),
+        (*GENERATION[:3], *GENERATION[4:], SCORES[0]),
+        (GENERATION[3], *SCORES[1:], *UPDATES),
     ),
 }
 CASES = [

@@ -314,6 +314,7 @@ def leaves_of(workdir, step: int) -> dict:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_student_is_kept_current_and_goes_on_bit_for_bit(place):
     whole, said = run(place, "whole", **ONLINE, steps=3)
     run(place, "halves", **ONLINE, steps=1)

@@ -187,7 +187,8 @@ def test_a_rank_killed_at_ten_moments_ends_the_other_and_loses_nothing(index, pl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_stopped_for_longer_than_the_heartbeat_is_lost_and_knows_it(rank, place):
     with started(place, f"stopped-{rank}", steps=1000) as ranks:
         ranks.until(2)

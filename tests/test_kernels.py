@@ -211,6 +211,7 @@ def test_text_is_the_same_with_the_kernels_on_a_mesh(target, drafter, sampling):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_benchmark_times_what_there_is_and_says_what_is_not():
     asked = "--shapes smollm2_135m --rows 1 --nodes 3 --slots 128 --dtype float32 --repeats 1"
     cases = list(kernels.measure(kernels.arguments(asked.split())))

@@ -133,6 +133,7 @@ def looped_loss(logprobs, entropy, batch: PackedSequences, low, high, kl, entrop
                 ratio != bounded,
                 -logprobs[b, t],
                 entropy[b, t],
+                -reference[b, t],
             )
         )
     names = (
@@ -143,6 +144,7 @@ def looped_loss(logprobs, entropy, batch: PackedSequences, low, high, kl, entrop
         "ratio/clipped",
         "entropy/estimate",
         "entropy/mean",
+        "reference/nats",
     )
     metrics = dict(zip(names, np.mean(rows, axis=0), strict=True))
     return loss, metrics | {"ratio/max": max(row[3] for row in rows)}

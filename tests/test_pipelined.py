@@ -179,8 +179,7 @@ def assert_near(found: list[Gradient], wanted: list[Gradient], share: float):
     "sizes",
     [
         SIZES[0],
-        pytest.param(SIZES[1], marks=pytest.mark.slow),
-        *(pytest.param(sizes, marks=[pytest.mark.slow, pytest.mark.long]) for sizes in SIZES[2:]),
+        *(pytest.param(sizes, marks=[pytest.mark.slow, pytest.mark.long]) for sizes in SIZES[1:]),
     ],
 )
 def test_gradients_are_those_without_pipelines_in_every_schedule(deep, sizes):

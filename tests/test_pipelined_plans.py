@@ -86,6 +86,7 @@ def test_the_crossover_is_below_a_thousand_tokens_at_400_gigabits_and_3000_at_10
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_pipelines_are_found_at_256_tokens_a_gpu_and_a_slow_network(found, tmp_path):
     compared = found.trainings
     *others, best = found.plans
@@ -346,6 +347,7 @@ def test_few_micro_batches_are_warned_of(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_search_says_when_pipelines_win_and_by_how_much(found, capsys):
     print_search(found, [])
     told = " ".join(capsys.readouterr().out.split())

@@ -173,6 +173,7 @@ def test_devices_that_are_no_power_of_two_are_searched_and_too_much_memory_is_ma
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_what_the_config_names_changes_no_other_plan(tmp_path):
     asked = searched("ppo_llama31_8b:tpu", "v5p:4x4x4")
     path = tmp_path / "plan.json"

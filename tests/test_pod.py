@@ -268,6 +268,7 @@ def test_a_round_of_an_8b_model_over_eight_chips_compiles_with_the_kernels(chip,
 
 
 @needs_libtpu
+@pytest.mark.long
 def test_without_logits_a_round_needs_their_share_less():
     before, after = (
         round_of_8b("v5p", 4, kernels) for kernels in (Kernels(), Kernels(verify_head="tpu"))
@@ -281,6 +282,7 @@ def test_without_logits_a_round_needs_their_share_less():
 
 
 @needs_libtpu
+@pytest.mark.long
 def test_a_round_with_all_kernels_needs_no_more_memory():
     """Windows are read as they lie, and caches where they lie: XLA had moved leaves into vector
     memory for a call.

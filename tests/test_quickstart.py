@@ -37,9 +37,8 @@ def run(name: str, folder: Path, *changes: str) -> tuple[dict, dict, list[dict],
     return evaluations[0], evaluations[-1], metrics, minutes
 
 
-@pytest.mark.parametrize(
-    "seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_quickstart_makes_the_policy_better(seed, tmp_path, kernels_are_interpreted):
     """On names, cities and jobs that it never saw, and in forms of sentences that are new to it."""
     if kernels_are_interpreted:

@@ -198,7 +198,10 @@ def check_close(workdir: Path, whole: dict) -> None:
         assert line == pytest.approx(other, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("number, name", [(signal.SIGHUP, "stopped"), (signal.SIGINT, "rounding")])
+@pytest.mark.parametrize(
+    "number, name",
+    [(signal.SIGHUP, "stopped"), pytest.param(signal.SIGINT, "rounding", marks=pytest.mark.long)],
+)
 def test_stopped_and_resumed_is_uninterrupted(number, name, place, whole):
     """A signal after the third step: saved, an exit code of its own, no traceback."""
     stopped = run(place, name, f"writing:{number.name}", 2)

@@ -189,6 +189,7 @@ def small_requests() -> list[Request]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_model_whose_every_axis_is_split_writes_what_it_writes_whole(small):
     """Under each law the plain text of tensor 1 is that of 2 and 4, plain or drafted."""
     wanted = small_requests()

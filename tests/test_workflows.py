@@ -48,7 +48,7 @@ WORKFLOWS = {
     ),
     "TWO_CRITICS": Workflow("PPO", "judge/loss", changes=GENERATES),
 }
-LIKE_OTHERS = ("DPO", "TWO_CRITICS")
+LIKE_OTHERS = ("DPO", "ANCHORED", "TWO_CRITICS")
 
 
 @pytest.fixture
