@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -159,6 +160,19 @@ def survival(known: LengthForecasts, references: References) -> np.ndarray:
 
 def _survival(common: np.ndarray, references: References, belief: Belief) -> np.ndarray:
     """Return `survival` under a belief alone. common [bins + 1]: that of all responses."""
+    near = _near(common, references, belief)
+    curves = (1 - belief.strays) * near + belief.strays * _everyone_within(common)
+    reached = length_model.chance(curves, references.since)
+    return np.minimum(curves / np.maximum(reached, 1e-12)[:, None], 1.0)
+
+
+def _everyone_within(common: np.ndarray) -> np.ndarray:
+    """Return [bins + 1] chances of all responses, none of which is beyond the last edge."""
+    return (common - common[-1]) / (common[0] - common[-1])
+
+
+def _near(common: np.ndarray, references: References, belief: Belief) -> np.ndarray:
+    """Return [n, bins + 1] chances to be longer than each edge, were there no strays."""
     mass = common[:-1] - common[1:]
     width = belief.width(references.count)
     center = references.center + belief.spread / math.sqrt(2) * references.lift
@@ -167,12 +181,33 @@ def _survival(common: np.ndarray, references: References, belief: Belief) -> np.
     logs = -0.5 * ((near - center[:, None]) / width[:, None]) ** 2
     logs += np.log(mass + 1e-300)
     near = np.exp(logs - logs.max(axis=1, keepdims=True))
-    near *= (1 - belief.strays) / near.sum(axis=1, keepdims=True)
-    near += belief.strays * mass / mass.sum()
     ends = near[:, ::-1].cumsum(axis=1)[:, ::-1]
-    curves = np.concatenate([ends, np.zeros((len(ends), 1))], axis=1) / ends[:, :1]
-    reached = length_model.chance(curves, references.since)
-    return np.minimum(curves / np.maximum(reached, 1e-12)[:, None], 1.0)
+    return np.concatenate([ends, np.zeros((len(ends), 1))], axis=1) / ends[:, :1]
+
+
+def _likelihoods(common: np.ndarray, tried: _Tried) -> np.ndarray:
+    """Return the log likelihood [beliefs] of what came, under each belief alone."""
+    references = tried.references
+    everyone = _everyone_within(common)[None]
+    first = np.zeros(len(tried.tokens), int)
+    found = []
+    for _, alike in itertools.groupby(_BELIEFS, key=lambda belief: belief.spread):
+        beliefs = list(alike)
+        near = _near(common, references, beliefs[0])
+        # Chances are asked for at three lengths alone, for strays of any share.
+        asked = (references.since, tried.tokens - tried.finished, tried.tokens)
+        both = [
+            (length_model.chance(near, at), length_model.chance(everyone, at, first))
+            for at in asked
+        ]
+        for belief in beliefs:
+            since, low, high = (
+                (1 - belief.strays) * own + belief.strays * any_of for own, any_of in both
+            )
+            since = np.maximum(since, 1e-12)
+            after = np.where(tried.finished, np.minimum(high / since, 1.0), 0.0)
+            found.append(np.log(np.maximum(np.minimum(low / since, 1.0) - after, 1e-12)).sum())
+    return np.array(found)
 
 
 def narrowest(known: LengthForecasts, both: Sequence[References]) -> References | None:
@@ -199,9 +234,7 @@ def after_stage(
     for tried in _tried(prompts):
         at = ALL_SOURCES.index(tried.references.source)
         count[at] += len(tried.tokens)
-        for place, belief in enumerate(_BELIEFS):
-            low, high = _came(_survival(common, tried.references, belief), tried)
-            likelihood[at, place] += np.log(np.maximum(high - low, 1e-12)).sum()
+        likelihood[at] += _likelihoods(common, tried)
         likeliest = _BELIEFS[int(likelihood[at].argmax())]
         came = _came(_survival(common, tried.references, likeliest), tried)
         parts[at] += _inside(*came, _PART_EDGES).sum(axis=0)
