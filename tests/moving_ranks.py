@@ -107,7 +107,7 @@ class Packs:
         rates = self.random.random((CLASSES, DEPTHS))
         return Choice(PACKED, 1.0, 1.0, None, "best", 1.0, 1.0, expected_gains(rates))
 
-    def pace(self, live: int, rows: int, most_nodes: int) -> float:
+    def pace(self, live: int, rows: int, most_nodes: int, at: np.ndarray | None = None) -> float:
         return 1.0 / rows
 
     def observe_round(self, report: RoundReport) -> None:
