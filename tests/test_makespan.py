@@ -225,7 +225,7 @@ def test_a_plan_says_what_moves_are_worth(tmp_path, capsys):
         "ours, were",
         "no placement",
     )
-    seconds = [float(re.search(rf"([0-9.]+) s {way}", said)[1]) for way in ways]
+    seconds = [float(re.findall(rf"([0-9.]+) s {way}", said)[0]) for way in ways]
     static, _, guessed, known, bound = seconds
     assert bound <= known <= guessed <= static and known < static
     assert "256 responses over 4 slices, 28% of them cut off at 512 tokens" in said
