@@ -34,7 +34,6 @@ import numpy as np
 from benchmarks.latency_table import LATENCY_TABLE, Points, rates_of, read_table
 from rlhf_jax.planner.placing import (
     Predict,
-    by_earlier,
     by_siblings,
     even,
     from_lists,
@@ -53,7 +52,7 @@ from rlhf_jax.planner.simulated_stage import (
     simulate,
 )
 from rlhf_jax.planner.worth_of_moves import lower_bound
-from rlhf_jax.reallocation import forecasts
+from rlhf_jax.reallocation import forecasts, length_model
 from rlhf_jax.reallocation.forecasts import LengthForecasts, PromptLengths
 from rlhf_jax.reallocation.planner import Reallocation
 
@@ -311,6 +310,21 @@ def predictions(
     if earlier is None:
         return by_siblings(known, total, PER_PROMPT, limit)
     return by_earlier(known, total, earlier, limit)
+
+
+def by_earlier(
+    known: LengthForecasts, total: np.ndarray, earlier: np.ndarray, limit: float
+) -> Predict:
+    """What an earlier response to each prompt, of tokens [n], says; limit: tokens at most."""
+    curves = np.tile(length_model.survival(known.lengths), (len(total), 1))
+    if known.belief(forecasts.BY_EARLIER):
+        references = forecasts.earlier_references(list(earlier[:, None]), [limit] * len(total))
+        curves = forecasts.survival(known, references)
+
+    def predict(stage: SimulatedStage, rows: np.ndarray) -> np.ndarray:
+        return length_model.remaining(curves, rows, stage.done[rows], limit)
+
+    return predict
 
 
 def learned(

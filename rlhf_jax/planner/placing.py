@@ -108,24 +108,6 @@ def known_lengths(stage: SimulatedStage, rows: np.ndarray) -> np.ndarray:
     return np.repeat(left[:, None], len(length_model.SHARES), axis=1)
 
 
-def by_earlier(
-    known: LengthForecasts, total: np.ndarray, earlier: np.ndarray, limit: float
-) -> Predict:
-    """Return forecasts by an earlier response to each prompt, of tokens [n].
-
-    limit: tokens of a response, at most.
-    """
-    curves = np.tile(length_model.survival(known.lengths), (len(total), 1))
-    if known.belief(forecasts.BY_EARLIER):
-        references = forecasts.earlier_references(list(earlier[:, None]), [limit] * len(total))
-        curves = forecasts.survival(known, references)
-
-    def predict(stage: SimulatedStage, rows: np.ndarray) -> np.ndarray:
-        return length_model.remaining(curves, rows, stage.done[rows], limit)
-
-    return predict
-
-
 def by_siblings(
     known: LengthForecasts, total: np.ndarray, per_prompt: int, limit: float
 ) -> Predict:

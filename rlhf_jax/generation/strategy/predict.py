@@ -54,10 +54,7 @@ class Expectations:
     """Hold what follows from the drafters' acceptance in any situation."""
 
     tokens: np.ndarray  # [2 * CLASSES, S] of a row's round, by seen prompt and class
-    # by drafter: [BANDS] by what its rates are to be multiplied at each position
-    of_bands: dict[str, np.ndarray]
-    # [2 * CLASSES, S] by what power of such a factor the drafts of a round are multiplied
-    powers: np.ndarray
+    of_bands: np.ndarray  # [BANDS, 2 * CLASSES, S] by what its drafts are multiplied at a position
     calibrations: dict[str, float]  # by drafter: accepted over predicted drafts
     # by drafter: chance that a text that follows its earlier one does so for a token more
     stay: dict[str, float]
@@ -83,12 +80,13 @@ def expect(choices: Candidates, known: Mapping[str, Acceptance]) -> Expectations
     """Find what the acceptance of the drafters says of all candidates."""
     calibrations = {name: acceptance.calibration(one) for name, one in known.items()}
     tokens = np.ones((2 * CLASSES, len(choices.strategies)))
-    powers = np.ones_like(tokens)
+    of_bands = np.ones((BANDS, *tokens.shape))
     for drafter, paths in choices.paths.items():
         drafts = candidates.expected_drafts(paths, known[drafter].rates)
         fewer = candidates.expected_drafts(paths, known[drafter].rates * _FEWER)
-        power = np.log(fewer / drafts) / math.log(_FEWER)
-        powers[:, paths.columns] = power.reshape(2 * CLASSES, -1)
+        # By what power of a factor on the rates the drafts are multiplied.
+        power = (np.log(fewer / drafts) / math.log(_FEWER)).reshape(2 * CLASSES, -1)
+        of_bands[..., paths.columns] = known[drafter].of_bands[:, None, None] ** power
         drafts *= calibrations[drafter]
         if DRAFTERS[drafter].has_hindsight:
             # Here the class says that there is nothing to draft.
@@ -105,8 +103,7 @@ def expect(choices: Candidates, known: Mapping[str, Acceptance]) -> Expectations
     }
     return Expectations(
         tokens=np.minimum(tokens, 1 + choices.depth),
-        of_bands={name: one.of_bands for name, one in known.items()},
-        powers=powers,
+        of_bands=of_bands,
         calibrations=calibrations,
         stay={
             name: acceptance.likeliest_rate(one, 1, drain.FOLLOWING) for name, one in known.items()
@@ -186,13 +183,8 @@ def tokens_of_rows(
             found[CLASSES:, columns] = found[:CLASSES, columns]
     if situation.bands.any():
         shares = situation.bands / situation.bands.sum()
-        for drafter, paths in choices.paths.items():
-            factors = expectations.of_bands[drafter][:, None, None]
-            drafted = factors ** expectations.powers[:, paths.columns]  # [BANDS, 2 * CLASSES, S']
-            found[:, paths.columns] += (found[:, paths.columns] - 1) * (
-                np.tensordot(shares, drafted, 1) - 1
-            )
-        found = np.minimum(found, 1 + choices.depth)
+        factors = np.tensordot(shares, expectations.of_bands, 1)
+        found = np.minimum(1 + (found - 1) * factors, 1 + choices.depth)
     return found
 
 
