@@ -178,7 +178,7 @@ def test_slices_that_are_spared_for_inference_begin_with_the_shortest():
     sooner.
     """
     left = np.random.default_rng(0).permutation(np.append(np.linspace(20, 700, 200), 3000.0))
-    view = view_of(left, np.full(len(left), WAITS), scoring=1e-3)
+    view = view_of(left, np.full(len(left), WAITS), scoring=2e-3)
     plan = plan_reallocation(view)
     place = after(view, plan)
     short = (place >= 0) & plan.freed[place]

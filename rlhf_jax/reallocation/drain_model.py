@@ -20,8 +20,15 @@ _LIKELY = 0.75
 _ROWS_BEYOND = 0.1
 # Samples from which the horizon is estimated; by hand, for the time that it takes.
 _HORIZON_SAMPLES = 512
-# Steps of the time in which all slices end, for the deadline; by hand.
-_TICKS = 256
+# Share of a deadline by which a row must end later to count e times as much; by hand, checked by
+# benchmarks/makespan.py.
+_SOFTNESS = 0.01
+# Times that the scale of a deadline is taken from itself; it closes in a hundredfold each time.
+_DEADLINE_ROUNDS = 3
+# Seconds that every deadline has at least.
+_TINY = 1e-9
+# Times as much that one row counts at most, as an exponent, so that all sums are finite.
+_MOST_LATE = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,22 +56,40 @@ class DrainForecast:
         """Return [...] seconds of the slices, and those of all their rows, summed."""
         return self.seconds + np.einsum("...b,...b->...", self.live, self.pace)
 
+    @functools.cached_property
+    def ended(self) -> np.ndarray:
+        """Return [..., B] rows expected to end in each bin."""
+        return -np.diff(self.live, axis=-1, append=self.live.dtype.type(0))
+
     def late(self, deadline: np.ndarray | float) -> np.ndarray:
-        """Return [...] row seconds expected after a deadline [...]."""
-        after = self.over - np.asarray(deadline, self.over.dtype)[..., None]
-        return np.einsum("...b,...b->...", self.live, np.minimum(np.maximum(after, 0), self.pace))
+        """Return [...] seconds by which rows put off the end of a stage that is due at a deadline.
+
+        A row that ends at the deadline [...] counts 1 % of it, and e times as much for each 1 %
+        that it ends later: so a row that surely ends in time weighs as one in a hundred that ends
+        5 % later does. It is the derivative of `deadline`.
+        """
+        scale = _SOFTNESS * np.asarray(deadline, self.over.dtype)[..., None]
+        later = np.exp(np.minimum(self.over / scale - 1 / _SOFTNESS, _MOST_LATE))
+        return np.einsum("...b,...b->...", self.ended, later) * scale[..., 0]
 
     def deadline(self) -> float:
-        """Return the seconds after which one row of all slices is expected to live.
+        """Return the seconds in which all slices are expected to end: a smooth maximum.
 
-        All slices end, in expectation, at most by a deadline and the row seconds after it,
-        whichever the deadline: this is the one for which that is least.
+        It is the logarithm of the sum over rows of exponentials of the seconds in which they end.
         """
-        ended = -np.diff(self.live, axis=1, append=0.0)
-        tick = float(self.over.max()) / (_TICKS - 1)
-        counts = np.bincount((self.over / tick).astype(np.int32).ravel(), ended.ravel(), _TICKS)
-        living = counts[::-1].cumsum()[::-1]
-        return tick * max(0, np.count_nonzero(living >= 1 - ROUNDING) - 1)
+        ends = self.over[self.ended > ROUNDING]
+        rows = self.ended[self.ended > ROUNDING]
+        deadline = last = float(ends.max(initial=0.0))
+        for _ in range(_DEADLINE_ROUNDS):
+            scale = _SOFTNESS * max(deadline, _TINY)
+            deadline = last + scale * float(np.log(np.exp((ends - last) / scale) @ rows))
+        return max(deadline, _TINY)
+
+
+def put_off(deadline: float, late: float) -> float:
+    """Return when slices end whose rows are late by so many seconds, as `DrainForecast.late`."""
+    scale = _SOFTNESS * deadline
+    return deadline + scale * float(np.log(late / scale))
 
 
 @dataclasses.dataclass(frozen=True)

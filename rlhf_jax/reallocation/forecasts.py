@@ -33,6 +33,8 @@ _MOST_TRIED = 512
 _TRIED_AT = (0.25, 0.5, 0.75)
 # The central intervals of a forecast whose coverage is measured.
 _INTERVALS = (0.5, 0.9)
+# Share of stages after which a source may be worth something else than before; by hand.
+_CHANGES = 0.1
 # Parts of a forecast, equally likely if it is right, in which responses are counted.
 _PARTS = 20
 _PART_EDGES = np.linspace(0, 1, _PARTS + 1)
@@ -78,7 +80,7 @@ class LengthForecasts:
     """Hold what is known of lengths: of all responses, and of how well each source has done."""
 
     lengths: Lengths = dataclasses.field(default_factory=Lengths)
-    # [sources, beliefs] log likelihoods of what came, and [sources] of how many responses
+    # [sources, beliefs] log likelihoods of what came, [sources] of how many responses
     likelihood: np.ndarray = dataclasses.field(
         default_factory=lambda: np.zeros((len(ALL_SOURCES), len(_BELIEFS)))
     )
@@ -227,7 +229,11 @@ def after_stage(
     everyone = _everyone(prompts)
     lengths = length_model.faded(known.lengths, kept)
     lengths = length_model.observe(lengths, everyone.tokens, everyone.finished)
-    likelihood = kept * known.likelihood
+    # Any belief may have taken the place of another since: so what many responses said in stages
+    # before is soon outdone (fixed share; Herbster and Warmuth 1998).
+    chance = np.exp(known.likelihood - known.likelihood.max(axis=1, keepdims=True))
+    chance /= chance.sum(axis=1, keepdims=True)
+    likelihood = np.log((1 - _CHANGES) * chance + _CHANGES / len(_BELIEFS))
     count = kept * known.tried
     parts = kept * known.parts
     common = length_model.survival(lengths)

@@ -15,7 +15,7 @@ import numpy as np
 
 # The chances of the Q outcomes that stand for a distribution, in ascending order of length. They
 # are unequal because what one row of many may become rules the end of a stage.
-SHARES = np.array([0.25, 0.25, 0.2, 0.15, 0.1, 0.04, 0.008, 0.002])
+SHARES = np.array([0.25, 0.25, 0.2, 0.15, 0.1, 0.04, 0.008, 0.0015, 0.0004, 0.0001])
 CHANCES = SHARES.cumsum() - SHARES / 2  # The chances to end before each outcome.
 # The edges of the bins, in tokens.
 EDGES = np.unique(np.concatenate([np.arange(16), np.round(np.geomspace(16, 131_072, 150))]))

@@ -12,7 +12,13 @@ import dataclasses
 
 import numpy as np
 
-from rlhf_jax.reallocation.drain_model import BINS, ROUNDING, DecodeRate, DrainForecast
+from rlhf_jax.reallocation.drain_model import (
+    BINS,
+    ROUNDING,
+    DecodeRate,
+    DrainForecast,
+    put_off,
+)
 
 # The bins in which all samples of a slice end, one after the other.
 _WIDE = 2 * BINS
@@ -23,17 +29,16 @@ _WIDE = 2 * BINS
 # Groups of slices that are packed alike, at most.
 _GROUPS = 16
 # Cuts of the samples in order of length, and the power by which the first are closer together.
-_CUTS = 72
-_CUT_POWER = 1.7
+_CUTS = 56
+_CUT_POWER = 1.8
 # Cuts from one start to the next, from which the rest may be dealt out.
 _START_EVERY = 5
 # Numbers of slices that the rest may be dealt out to.
 _SHARERS = 10
 # Parts of a slice's rows that begin one after the other.
-_PIECES = 8
-# Deadlines that are tried at once, and how often they close in.
-_DEADLINES = 4
-_ROUNDS = 5
+_PIECES = 4
+# Deadlines that are tried where slices may be spared for inference.
+_DEADLINES = 8
 # Halvings by which the deadline of a refill closes in.
 _HALVINGS = 12
 # Seconds later that a first placement may end for a second that all slices and rows spare.
@@ -113,8 +118,15 @@ def _pack(
     share = -(-slices // _GROUPS)  # slices of a group
     groups = -(-slices // share)
     ways = _find_ways(decode_rate, ends[::share], groups, share=share, inference=inference / slices)
-    prices = (0.0, 1 / slices) if inference else (0.0,)
-    seconds, counts = min((_end_soonest(ways, price) for price in prices), key=lambda one: one[0])
+    # A first cut finds how soon all can end; the second one weighs what is late by that.
+    everywhere = DrainForecast(ways.dealt.live[-1:, 0], ways.dealt.pace[-1:, 0])
+    _, deadline, _ = _cut(ways, everywhere.deadline(), price=0.0)
+    cuts = [_cut(ways, deadline, price=0.0)]
+    if inference:
+        # Where slices are spared, all end later, but not by more than what idle slices then do.
+        later = np.linspace(0, 1, _DEADLINES) ** 3 * ways.inference
+        cuts += [_cut(ways, deadline + float(more), price=1 / slices) for more in later]
+    seconds, _, counts = min(cuts, key=lambda cut: cut[0])
 
     # Each group, and all that are left, deal out the run around their own samples. Samples that
     # look alike stay in order, as a slice prefills a prompt once.
@@ -188,49 +200,37 @@ def _begin(decode_rate: DecodeRate, live: np.ndarray, curves: np.ndarray) -> np.
     return live
 
 
-def _end_soonest(ways: _Ways, price: float) -> tuple[float, list[int]]:
-    """Return the best of `_cut`, by deadlines that close in on the best so far."""
-    tries = _DEADLINES
-    low = 0.0
-    high = float(ways.dealt.over[-1, 0][ways.dealt.live[-1, 0] > ROUNDING].max())
-    found = []
-    for _ in range(_ROUNDS):
-        tried = np.linspace(low, high, tries + 2)[1:-1]
-        found += [_cut(ways, float(deadline), price) for deadline in tried]
-        best = tried[np.argmin([seconds for seconds, _ in found[-tries:]])]
-        low = best - (tried[1] - tried[0])
-        high = best + (tried[1] - tried[0])
-    return min(found, key=lambda one: one[0])
+def _cut(ways: _Ways, deadline: float, price: float) -> tuple[float, float, list[int]]:
+    """Return the seconds of a stage, of its decoding, and the samples of each of the first runs.
 
-
-def _cut(ways: _Ways, deadline: float, price: float) -> tuple[float, list[int]]:
-    """Return the seconds of a stage, and the samples of each slice of the first runs.
-
-    Minimised are the row seconds after a deadline. price: seconds that a busy slice second is held
-    to cost; those of `PackingSettings.idle_price` stay in the figure, to choose among equals.
+    Minimised is by how much rows put off an end at a deadline. price: seconds that a busy slice
+    second is held to cost; `_IDLE_PRICE` chooses among equals.
     """
     slices = int(ways.sharers[-1])
     sharers = ways.sharers
-    idle_price = _IDLE_PRICE / slices
 
-    def cost_of(drains: DrainForecast) -> np.ndarray:
-        return drains.late(deadline) + price * drains.seconds + idle_price * drains.spent
+    def price_of(drains: DrainForecast) -> np.ndarray:
+        return price * drains.seconds + _IDLE_PRICE / slices * drains.spent
 
     # The cost of a run from one cut to another, and of dealing out the rest from a start.
+    run_late = ways.runs.late(deadline)
     cost = np.full((len(ways.cuts), len(ways.cuts)), np.inf)
-    cost.T[np.tril_indices(len(ways.cuts))] = cost_of(ways.runs)
+    cost.T[np.tril_indices(len(ways.cuts))] = run_late + price_of(ways.runs)
     least, paths = _cheapest_paths(cost, slices)
-    rest = cost_of(ways.dealt) * sharers[:, None]
+    rest_late = ways.dealt.late(deadline) * sharers[:, None]
+    rest = rest_late + price_of(ways.dealt) * sharers[:, None]
     rest[0, :-1] = np.inf  # nobody takes what is left
     total = least[slices - sharers][:, ways.starts] + rest
     few, start = np.unravel_index(total.argmin(), total.shape)
 
     path = paths[slices - sharers[few]][ways.starts[start]]
-    busy = ways.runs.seconds[path[1:] * (path[1:] + 1) // 2 + path[:-1]].sum()
-    busy += sharers[few] * ways.dealt.seconds[few, start]
-    late = ways.share * float(total[few, start] - price * busy)
-    idle = deadline - busy / slices
-    return deadline + late + max(0.0, ways.inference - idle), np.diff(ways.cuts[path]).tolist()
+    runs = path[1:] * (path[1:] + 1) // 2 + path[:-1]
+    busy = ways.runs.seconds[runs].sum() + sharers[few] * ways.dealt.seconds[few, start]
+    late = ways.share * float(run_late[runs].sum() + rest_late[few, start])
+    decoding = put_off(deadline, late)
+    idle = decoding - busy / slices
+    seconds = decoding + max(0.0, ways.inference - idle)
+    return seconds, decoding, np.diff(ways.cuts[path]).tolist()
 
 
 def _cheapest_paths(cost: np.ndarray, slices: int) -> tuple[np.ndarray, list[np.ndarray]]:

@@ -3,9 +3,9 @@
 The aim is to end a stage soonest. A slice is known by how many of its rows are expected to live
 after so many tokens more. Its end follows, as rows gain at the speed of their number. The longest
 samples rule the end of the stage, so these stand on light slices and short ones on full ones
-(`packing`); afterwards single moves correct what turns out otherwise. A move gains if fewer row
-seconds are then expected after the time at which all but one row of the stage have ended: so what
-many rows may become counts for as much as it is likely.
+(`packing`); afterwards single moves correct what turns out otherwise. The end of a stage is a
+smooth maximum over all that its rows may become (`DrainForecast.deadline`), and a move gains if it
+brings that nearer.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _ROWS_TRIED = 16
 # Slices that are tried for such a row; by hand, likewise.
 _SLICES_TRIED = 12
 # Times the seconds that a move stops its slices, that it must gain; by hand.
-_MOVE_PRICE = 4.0
+_MOVE_PRICE = 2.0
 # Share of what is late on its two slices, that a move must gain besides; by hand, checked by
 # benchmarks/makespan.py.
-_LEAST_GAIN = 0.2
+_LEAST_GAIN = 0.15
 # Deadline of admissions over the soonest possible, for what waits; by hand.
 _SLACK = 1.03
 
@@ -90,7 +90,7 @@ class _Draft:
     fixed: np.ndarray  # [n] bool, not to move: what waited, or has moved
     deadline: float = dataclasses.field(init=False)  # these by `admit`, which comes first
     ends: np.ndarray = dataclasses.field(init=False)  # [slices] seconds
-    # [slices] row seconds expected after the deadline
+    # [slices] seconds by which the rows of each put off the deadline
     late: np.ndarray = dataclasses.field(init=False)
 
     def curve(self, samples: np.ndarray) -> np.ndarray:
