@@ -32,7 +32,7 @@ def left(law: Lengths, generated, limit: float = 8192.0) -> np.ndarray:
 def test_the_law_given_the_length_so_far_is_that_of_the_longer_responses(generated):
     tokens = drawn(200_000)
     longer = tokens[tokens > generated] - generated
-    enough = CHANCES <= 1 - 100 / len(longer)  # the outcomes that so many responses are beyond
+    enough = len(longer) * (1 - CHANCES) >= 100  # the outcomes that so many responses are beyond
     np.testing.assert_allclose(
         left(law_of(tokens), generated)[0][enough],
         np.quantile(longer, CHANCES[enough]),
@@ -46,7 +46,7 @@ def test_a_response_that_was_cut_off_says_only_that_it_is_longer():
     # beyond the last outcome: none is a guess
     limits = np.random.default_rng(1).integers(100, 4000, len(tokens))
     seen = law_of(np.minimum(tokens, limits), tokens <= limits)
-    enough = CHANCES <= 1 - 100 / len(tokens)
+    enough = len(tokens) * (1 - CHANCES) >= 100
     np.testing.assert_allclose(
         left(seen, 0)[0][enough], np.quantile(tokens, CHANCES[enough]), rtol=0.06
     )
