@@ -19,8 +19,7 @@ import time
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.model.transformer import product
-from rlhf_jax.types import OutputFirst
+from rlhf_jax.model.weight import OutputFirst, product
 
 LAYERS = 30
 

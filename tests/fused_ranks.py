@@ -31,6 +31,7 @@ from rlhf_jax.generation.stage import GenerationSettings, generate_samples
 from rlhf_jax.inference.overlap import Scoring, ScoringQueue
 from rlhf_jax.inference.scoring import Scored, dispatch_scores
 from rlhf_jax.mesh import Layout
+from rlhf_jax.model.shardings import model_shardings
 from rlhf_jax.model.transformer import init, unstack
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.reallocation.planner import WAITS, ClusterView, Reallocation
@@ -96,7 +97,7 @@ def laid_over(layout: Layout, alone: Scoring) -> dict:
     """The models repeated over a mesh."""
     reward_model = alone.rewards["judge"]
     tree = {"models": dict(alone.models), "rewards": reward_model.model}
-    tree = jax.jit(lambda: tree, out_shardings=meshes.model_shardings(tree, layout))()
+    tree = jax.jit(lambda: tree, out_shardings=model_shardings(tree, layout))()
     return tree | {"rewards": {"judge": dataclasses.replace(reward_model, model=tree["rewards"])}}
 
 

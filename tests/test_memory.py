@@ -27,6 +27,7 @@ from rlhf_jax.inference.scoring import score_packed
 from rlhf_jax.inference.values import critic_of
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model import transformer
+from rlhf_jax.model.shardings import model_shardings
 from rlhf_jax.runtime.host_memory import host_memory
 from rlhf_jax.training.distill import DISTILLATION, student_config, student_of
 from rlhf_jax.training.gradients import accumulate
@@ -67,7 +68,6 @@ QWEN_05B = ModelConfig(
     max_context=32_768,
     rope_theta=1_000_000.0,
     tied=True,
-    qkv_bias=True,
 )
 SMOLLM2 = ModelConfig(
     family="llama",
@@ -161,11 +161,11 @@ def test_weights_optimizer_and_caches_are_exact(tiny, config, shape):
     devices = mesh.make_mesh(*shape)
     layout = Layout(devices)
     model = transformer.init(jax.random.key(0), tiny)
-    policy = jax.device_put(model, mesh.model_shardings(model, layout))
+    policy = jax.device_put(model, model_shardings(model, layout))
     critic = critic_of(model)
-    critic = jax.device_put(critic, mesh.model_shardings(critic, layout))
+    critic = jax.device_put(critic, model_shardings(critic, layout))
     half = transformer.cast(model, jnp.bfloat16)
-    copy = jax.device_put(half, mesh.model_shardings(half, Layout(devices, "generation")))
+    copy = jax.device_put(half, model_shardings(half, Layout(devices, "generation")))
     config.generation.strategy = "lookup-chain-4"
     config.generation.history_tokens = 0
     config.algorithm.name = "ppo"

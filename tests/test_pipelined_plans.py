@@ -16,8 +16,10 @@ from rlhf_jax import command
 from rlhf_jax.config import command_line, memory_parts
 from rlhf_jax.config.hardware import parse_hardware
 from rlhf_jax.config.memory_updates import stage_times
-from rlhf_jax.config.sizes import abstract_weights, bubble_warnings
-from rlhf_jax.mesh import bytes_per_device, model_shardings
+from rlhf_jax.config.sizes import bubble_warnings
+from rlhf_jax.mesh import bytes_per_device
+from rlhf_jax.model.shardings import model_shardings
+from rlhf_jax.model.transformer import abstract_weights
 from rlhf_jax.pipeline.problem import FORWARD
 from rlhf_jax.pipeline.search import solve
 from rlhf_jax.placement.pipelined import (

@@ -83,7 +83,7 @@ def test_a_run_of_five_toys(restored, tmp_path, monkeypatch, capsys):
     tiny_run.make_files(tmp_path)
     own = "import toys\nfrom rlhf_jax.config import default as get_config\ntoys.register()\n"
     (tmp_path / "config.py").write_text(own)
-    model = tiny_run.make_model(tmp_path / "tiny", family="qwen3", qk_norm=True)
+    model = tiny_run.make_model(tmp_path / "tiny", family="qwen3")
     said = (model / "config.json").read_text()
     (model / "config.json").write_text(said.replace('"qwen3"', '"toy"'))
     changes = {
@@ -105,8 +105,7 @@ def test_a_run_of_five_toys(restored, tmp_path, monkeypatch, capsys):
     assert {"strategy/share_toy", "strategy/acceptance_toy"} <= line.keys()
     report = (folder / "report.html").read_text()
     assert "guessing" in report and "toy/samples" in report
-    trained = open_source(folder / "policy").config
-    assert (trained.family, trained.qk_norm) == ("toy", True)
+    assert open_source(folder / "policy").config.family == "toy"
 
 
 @pytest.mark.parametrize("name", ["toy-chain-2", "adaptive"])
@@ -186,7 +185,7 @@ def test_the_algorithm_is_found_by_its_name(registered, tmp_path):
 
 
 def test_config_json_of_the_family_is_written_and_read(registered, tmp_path):
-    config = dataclasses.replace(tiny_run.CONFIG, family="toy", qk_norm=True)
+    config = dataclasses.replace(tiny_run.CONFIG, family="toy")
     written = huggingface_config.config_json(config, (1,), np.dtype(np.float32))
     assert written["architectures"] == ["ToyForCausalLM"] and written["model_type"] == "toy"
     (tmp_path / "config.json").write_text(json.dumps(written))

@@ -154,10 +154,10 @@ def roll_out(
 def split_weights(target: Model) -> set[str]:
     """Name the weights that lie in parts over the `tensor` axis."""
     return {
-        key.name
+        getattr(key, "key", getattr(key, "name", ""))
         for path, leaf in jax.tree_util.tree_leaves_with_path(target)
         for key in path
-        if getattr(key, "name", "") in meshes.WEIGHT_AXES and "tensor" in leaf.sharding.spec
+        if "tensor" in leaf.sharding.spec
     }
 
 

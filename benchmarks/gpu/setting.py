@@ -71,7 +71,7 @@ class Sizes:
     microbatch_rows: int
 
 
-_TINY = ModelConfig("qwen2", 320, 32, 64, 2, 4, 2, 8, 128, tied=True, qkv_bias=True)
+_TINY = ModelConfig("qwen2", 320, 32, 64, 2, 4, 2, 8, 128, tied=True)
 TINY = Sizes(
     models={"tiny": _TINY},
     compared=("tiny",),

@@ -17,10 +17,11 @@ from rlhf_jax import mesh as meshes
 from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
 from rlhf_jax.inference.logprobs import CHUNK
-from rlhf_jax.model import transformer
 from rlhf_jax.model.attention import QUERY_BLOCK, kernel_of, packed_block
+from rlhf_jax.model.shardings import model_shardings
+from rlhf_jax.model.transformer import abstract_weights
 from rlhf_jax.placement import pipelined
-from rlhf_jax.types import Model, ModelConfig, ModelConfigs
+from rlhf_jax.types import ModelConfig, ModelConfigs
 
 
 class Temporaries(NamedTuple):
@@ -259,15 +260,6 @@ class PlannedRun:
         return entries * self.layout.dtype.itemsize
 
 
-def abstract_weights(model: ModelConfig, dtype: DTypeLike) -> Model:
-    """Return the shapes and dtypes of a model's weights, layers stacked; nothing is traced."""
-    return jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, dtype),
-        transformer.weight_shapes(model),
-        is_leaf=lambda part: isinstance(part, tuple),
-    )
-
-
 @functools.cache
 def count_weights(model: ModelConfig) -> int:
     """Return how many weights a model has."""
@@ -282,7 +274,7 @@ def weight_bytes(model: ModelConfig, dtype: np.dtype, layout: meshes.Layout, end
     made = abstract_weights(model, dtype)
     if not ends:
         made = dataclasses.replace(made, embed=None, head=None)
-    return meshes.bytes_per_device(made, meshes.model_shardings(made, layout))
+    return meshes.bytes_per_device(made, model_shardings(made, layout))
 
 
 def bubble_warnings(run: PlannedRun) -> list[str]:

@@ -19,6 +19,7 @@ from rlhf_jax.config.schema import Config
 from rlhf_jax.config.sizes import PlannedRun
 from rlhf_jax.mesh import FLOAT32
 from rlhf_jax.model.flops import jaxpr_flops
+from rlhf_jax.model.shardings import model_shardings
 from rlhf_jax.placement.plan import CallLayouts, Plan
 from rlhf_jax.placement.search.costs import PlacedRun
 from rlhf_jax.planner import shapes
@@ -64,7 +65,7 @@ class CallProgram(NamedTuple):
             traced.append(function.trace(*arguments, **options))
             found = traced[-1].out_info
             if isinstance(found, Gradient) and "layout" in options:  # to which sums are held
-                places = meshes.model_shardings(found, options["layout"])
+                places = model_shardings(found, options["layout"])
                 return shapes.placed(found, places)
             return found
 

@@ -7,13 +7,14 @@ import warnings
 
 import jax
 
-from rlhf_jax import mesh as meshes
 from rlhf_jax.config import derived, host, memory, memory_parts
 from rlhf_jax.config.algorithms import algorithm_of
 from rlhf_jax.config.memory_parts import GIGA
 from rlhf_jax.config.schema import Config
-from rlhf_jax.config.sizes import abstract_weights, count_weights
+from rlhf_jax.config.sizes import count_weights
 from rlhf_jax.data.prompts import Prompts
+from rlhf_jax.model.shardings import unsplit
+from rlhf_jax.model.transformer import abstract_weights
 from rlhf_jax.model.weights.source import digest
 from rlhf_jax.monitoring import console
 from rlhf_jax.placement.pipelined import is_pipelined
@@ -72,7 +73,7 @@ def print_setup(opened: Opened) -> None:
         *work_rows(config),
         *learning_rows(opened),
         ("workdir", config.workdir),
-        *(("not split", line) for line in meshes.unsplit(weights, layout)),
+        *(("not split", line) for line in unsplit(weights, layout)),
         ("kernels", _kernels_lines(reasons)),
         ("activations", opened.remat_reason),
         ("disk", disk_line(opened)),
