@@ -28,7 +28,7 @@ from rlhf_jax.inference.scoring import score_sequences
 from rlhf_jax.losses.advantages import grpo
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model.decoding import decoding_weights
-from rlhf_jax.placement.search.costs import forward_flops, gradient_flops
+from rlhf_jax.planner.search.costs import forward_flops, gradient_flops
 from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.training.gradients import Learner
 from rlhf_jax.training.learn import learn, trained

@@ -15,7 +15,7 @@ from pallas_kernels.shapes import BLOCK
 from rlhf_jax import mesh as meshes
 from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
-from rlhf_jax.config.sizes import abstract_weights
+from rlhf_jax.memory.sizes import abstract_weights
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model.attention import packed_block
 from rlhf_jax.model.transformer import pad_vocab, unstack

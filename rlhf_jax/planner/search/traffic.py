@@ -10,9 +10,9 @@ import functools
 from typing import NamedTuple
 
 from rlhf_jax import mesh as meshes
-from rlhf_jax.config.sizes import abstract_weights
+from rlhf_jax.memory.sizes import abstract_weights
 from rlhf_jax.mesh import Layout
-from rlhf_jax.placement.search.collectives import received_bytes
+from rlhf_jax.planner.search.collectives import received_bytes
 from rlhf_jax.types import ModelConfig
 
 WIDTH_AXES = ("slices", "fsdp")  # that split the width of weights in training
