@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.generation import precompile, rounds
+from rlhf_jax.generation.decoding import decoding_weights
 from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.precompile import BackgroundCompiler
 from rlhf_jax.generation.requests import GenerationConfig, Request
@@ -32,7 +33,6 @@ from rlhf_jax.generation.speculative.tree import PLAIN
 from rlhf_jax.generation.strategy import candidates, prior
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.mesh import Layout, make_mesh
-from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.transformer import init
 from rlhf_jax.runtime.compilation import Programs
 from rlhf_jax.types import DecodeState, Emission, ModelConfig, ModelConfigs

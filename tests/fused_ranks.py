@@ -25,6 +25,7 @@ from pallas_kernels.dispatch import Kernels
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation.assignment import AssignmentPolicy
 from rlhf_jax.generation.requests import GenerationConfig, Request, Sample, as_sequences
+from rlhf_jax.generation.slice_groups import slice_group_of
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.speculative.tree import PLAIN
 from rlhf_jax.generation.stage import GenerationSettings, generate_samples
@@ -39,7 +40,6 @@ from rlhf_jax.rewards.combination import Response
 from rlhf_jax.rewards.models import RewardModel, model_scorer
 from rlhf_jax.runtime import distributed, joining
 from rlhf_jax.runtime.signals import Stopped
-from rlhf_jax.runtime.slice_groups import slice_group_of
 from rlhf_jax.sequences.packing import Extent
 
 GOLDEN = Path(__file__).parent / "golden" / "llama_reward"

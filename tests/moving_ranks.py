@@ -29,6 +29,7 @@ from rlhf_jax.generation.requests import (
     RoundReport,
     Sample,
 )
+from rlhf_jax.generation.slice_groups import SliceGroup, StageAborted, failed, slice_group_of
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.speculative.tree import PLAIN
@@ -41,7 +42,6 @@ from rlhf_jax.model.shardings import model_shardings
 from rlhf_jax.model.transformer import init, unstack
 from rlhf_jax.runtime import distributed, joining
 from rlhf_jax.runtime.signals import Stopped
-from rlhf_jax.runtime.slice_groups import SliceGroup, StageAborted, failed, slice_group_of
 
 PACKED = trees.parse("replay-chain-8-packed-3")
 

@@ -21,13 +21,14 @@ from tiny_run import ROOT, lines
 
 from rlhf_jax import mesh
 from rlhf_jax.command import export
-from rlhf_jax.config import default, validation
+from rlhf_jax.config import default
+from rlhf_jax.generation.decoding import completed, decoding_weights, student_for
 from rlhf_jax.generation.speculative.sampling import draw
 from rlhf_jax.mesh import Layout
-from rlhf_jax.model.decoding import completed, decoding_weights, student_for
 from rlhf_jax.model.transformer import forward, init, logits
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.sequences.batch import PackedSequences, Sequences
+from rlhf_jax.setup import validation
 from rlhf_jax.training.distill import (
     DISTILLATION,
     Distillation,

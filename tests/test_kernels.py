@@ -24,11 +24,11 @@ from pallas_kernels import dispatch, measured
 from pallas_kernels.arrays import check_ranks
 from pallas_kernels.dispatch import INTERPRETED, REFERENCE, Kernels, choose
 from rlhf_jax import mesh as meshes
+from rlhf_jax.generation.decoding import decoding_weights
 from rlhf_jax.generation.speculative.sampling import Sampling, block_noise, draw, draw_inside
 from rlhf_jax.inference.logprobs import logprobs_and_entropy
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model import kernels as laid
-from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.shardings import model_shardings
 from rlhf_jax.model.transformer import init, logits, stack, unstack
 from rlhf_jax.types import ModelConfig

@@ -22,14 +22,15 @@ from pallas_kernels.shapes import BLOCK
 from rlhf_jax import mesh as meshes
 from rlhf_jax.algorithms.grpo import POLICY_LOSS
 from rlhf_jax.algorithms.ppo import CRITIC_LOSS
-from rlhf_jax.config import derived, memory, memory_parts
 from rlhf_jax.config.schema import Config
-from rlhf_jax.generation import rows, scheduler
+from rlhf_jax.generation import drafting, rows, scheduler
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.round import run_round
 from rlhf_jax.generation.speculative.sampling import UNTRUNCATED
 from rlhf_jax.inference.scoring import score_packed
 from rlhf_jax.inference.values import critic_of
+from rlhf_jax.memory import estimate
+from rlhf_jax.memory import parts as memory_parts
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model.shardings import model_shardings
 from rlhf_jax.planner.shapes import packed_zeros
@@ -122,9 +123,9 @@ def round_program(at: Target):
     config = at.config
     generation = at.config.generation
     longest = config.data.max_prompt_tokens + generation.max_new_tokens
-    choices = derived.strategies(config)
+    choices = drafting.strategies(config)
     strategy = choices.strategies[
-        choices.nodes.tolist().index(memory.most_nodes(config, at.layout))
+        choices.nodes.tolist().index(estimate.most_nodes(config, at.layout))
     ]
     slots = scheduler.cache_slots(longest, choices.strategies, at.generation)
     earlier = longest if "replay" in choices.drafters else 0

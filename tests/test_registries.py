@@ -18,8 +18,8 @@ import toys
 from test_generation import assert_equal
 from test_report import ADAPTIVE, CONFIG, page, played, row
 
-from rlhf_jax.config import algorithms, default, derived
-from rlhf_jax.config.validation import validate
+from rlhf_jax.config import algorithms, default
+from rlhf_jax.generation import drafting
 from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.requests import GenerationConfig, Request
 from rlhf_jax.generation.speculative import protocol, tree
@@ -34,6 +34,8 @@ from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.monitoring import metrics
 from rlhf_jax.rewards import sources
 from rlhf_jax.rewards.combination import Response
+from rlhf_jax.rewards.sources import term_names
+from rlhf_jax.setup.validation import validate
 from rlhf_jax.training.experience import AdvantageConfig, compute_advantages
 
 REGISTRIES: tuple[dict[str, Any], ...] = (
@@ -115,7 +117,7 @@ def test_text_by_the_drafter_is_plain_text(registered, tmp_path, name):
     model = dataclasses.replace(model, norm=8 * model.norm)
     config = config_of(tmp_path, generation__strategy=name, generation__max_new_tokens=6)
     validate(config, num_devices=1)
-    choices = derived.strategies(config)
+    choices = drafting.strategies(config)
     assert set(choices.drafters) == ({"toy"} if name != "adaptive" else {"lookup", "toy"})
 
     prompts = np.random.default_rng(0).integers(0, 300, (4, 3)).astype(np.int32)
@@ -160,7 +162,7 @@ def test_the_estimator_turns_rewards_into_advantages(registered, tmp_path):
 def test_the_source_scores_responses_of_a_config(registered, tmp_path):
     config = config_of(tmp_path)
     validate(config, num_devices=1)
-    assert derived.term_names(config) == ["length"]
+    assert term_names(config) == ["length"]
     with contextlib.ExitStack() as stack:
         spec = config.reward.functions[0]
         score = stack.enter_context(sources.source_of(spec).open(spec, config, lambda: None))

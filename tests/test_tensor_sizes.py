@@ -15,12 +15,12 @@ from margins import decision_margin
 
 from pallas_kernels.dispatch import Kernels
 from rlhf_jax import mesh as meshes
+from rlhf_jax.generation.decoding import decoding_weights
 from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.requests import GenerationConfig, Request, Sample
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.mesh import Layout
-from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.transformer import forward, init, logits
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.types import Model, ModelConfig

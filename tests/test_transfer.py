@@ -19,8 +19,8 @@ from jax._src.array import ArrayImpl
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.compiled import LLAMA_8B, weights
+from rlhf_jax.generation.decoding import decoding_weights
 from rlhf_jax.mesh import AXES, AXIS_TYPES, ROLES, Layout, abstract_mesh, make_mesh
-from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.shardings import model_shardings
 from rlhf_jax.model.transformer import init, unstack
 from rlhf_jax.placement import program, transfer

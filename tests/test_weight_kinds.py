@@ -19,13 +19,13 @@ from learning import Optimizers, new_models, update
 from test_generation import assert_equal
 from test_update import CONFIG, random_experience
 
+from rlhf_jax.generation.decoding import decoding_weights
 from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.requests import GenerationConfig, Request
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.mesh import Layout, make_mesh
 from rlhf_jax.model import block
-from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.families import FAMILIES, Family
 from rlhf_jax.model.families.family import LAYER_WEIGHTS
 from rlhf_jax.model.shardings import model_shardings

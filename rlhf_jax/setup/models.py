@@ -10,9 +10,9 @@ import optax
 
 from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
+from rlhf_jax.generation.decoding import decoding_weights
 from rlhf_jax.inference.values import critic_of
 from rlhf_jax.mesh import FLOAT32, Layout
-from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.shardings import model_shardings
 from rlhf_jax.model.transformer import abstract_weights
 from rlhf_jax.model.weights.source import Source

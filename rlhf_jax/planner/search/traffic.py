@@ -13,7 +13,7 @@ from rlhf_jax import mesh as meshes
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model.shardings import model_shardings
 from rlhf_jax.model.transformer import abstract_weights
-from rlhf_jax.placement.search.collectives import received_bytes
+from rlhf_jax.planner.search.collectives import received_bytes
 from rlhf_jax.types import ModelConfig
 
 WIDTH_AXES = ("slices", "fsdp")  # that split the width of weights in training

@@ -266,6 +266,12 @@ def count_weights(model: ModelConfig) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(abstract_weights(model, np.float32)))
 
 
+def parameter_counts(models: ModelConfigs) -> dict[str, int]:
+    """Count the weights of each model that a run trains or asks, by the names that a plan uses."""
+    named = {f"reward model {number}": model for number, model in enumerate(models.rewards, 1)}
+    return {name: count_weights(model) for name, model in (models.trunks | named).items()}
+
+
 def weight_bytes(model: ModelConfig, dtype: np.dtype, layout: meshes.Layout, ends: bool) -> int:
     """Return the bytes of a device's share of a model's weights; of the layers and norm, not ends.
 
