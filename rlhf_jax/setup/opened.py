@@ -21,7 +21,8 @@ from rlhf_jax.config.checks import require_texts
 from rlhf_jax.config.earlier import settled
 from rlhf_jax.config.identity import binding_settings
 from rlhf_jax.config.schema import Config, flat
-from rlhf_jax.data.prompts import Prompts, read_given, tokenize
+from rlhf_jax.data.given import Given, read_given
+from rlhf_jax.data.prompts import Prompts, tokenize
 from rlhf_jax.data.rows import read
 from rlhf_jax.generation import drafting
 from rlhf_jax.generation.speculative.protocol import register as register_drafter
@@ -56,7 +57,7 @@ class Opened:
     rewards: tuple[Source, ...]
     prompts: Prompts
     # of each prompt the samples that are given with it; none where the policy writes them
-    given: list[list[np.ndarray]]
+    given: list[list[Given]]
     held_out: Prompts | None
     # which devices each call has, and the layouts that follow
     plan: Plan
@@ -121,6 +122,7 @@ def prepare(config: Config) -> Opened:
         policy.tokenizer,
         policy.stop_tokens,
         config.data.max_response_tokens,
+        config.data.template_arguments.to_dict(),
     )
 
     opened = Opened(

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 
 from rlhf_jax.data.batches import PromptStream
+from rlhf_jax.data.given import Given
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.sources.drawn import Drawn
@@ -21,7 +22,7 @@ class GivenSamples:
     """Give each step the samples of its rows; those of a row are a group."""
 
     stream: PromptStream
-    given: list[list[np.ndarray]]  # of each prompt its samples, [R] int32
+    given: list[list[Given]]  # of each prompt its samples
     max_length: int  # tokens of the longest prompt and sample
     tokenizer: Tokenizer
 
@@ -55,10 +56,11 @@ class GivenSamples:
         mask = np.zeros(tokens.shape, bool)
         for place, (row, field) in enumerate((row, field) for row in rows for field in range(each)):
             start = len(prompts[row])
-            end = start + len(given[row][field])
+            sample = given[row][field]
+            end = start + len(sample.tokens)
             tokens[place, :start] = prompts[row]
-            tokens[place, start:end] = given[row][field]
-            mask[place, start:end] = True
+            tokens[place, start:end] = sample.tokens
+            mask[place, start:end] = sample.learned
         batch = Sequences(tokens, mask, np.repeat(np.arange(len(rows), dtype=np.int32), each))
         ids = np.repeat(rows, each) * each + np.tile(np.arange(each), len(rows))
         batch = batch.with_columns(sample_ids=ids.astype(np.uint32))
@@ -71,7 +73,7 @@ class GivenSamples:
         """Return one row a sample, for people to read."""
         texts = self.stream.prompts.texts
         return [
-            {"prompt": texts[row], "response": self.tokenizer.decode(tokens)}
+            {"prompt": texts[row], "response": self.tokenizer.decode(sample.tokens)}
             for row in rows
-            for tokens in self.given[row]
+            for sample in self.given[row]
         ]
