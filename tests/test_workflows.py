@@ -181,7 +181,10 @@ def test_the_state_behind_a_sequence_is_what_a_scalar_head_reads_at_its_end():
     ("changes", "sentence"),
     [
         ({"reward__functions": "('reward.py:vowels',)"}, "has no use for reward.functions: clear"),
-        ({"evaluation__every": 1}, "has no use for evaluation.every: clear"),
+        (
+            {"evaluation__every": 1, "data__eval": ""},
+            "evaluation.every is 1 but data.eval is empty; give held-out prompts",
+        ),
         ({"drafter__layers": 1}, "has no use for drafter.layers: clear"),
         ({"training__lag": 1}, "does not weigh samples of older weights"),
         ({"plan": "disaggregated"}, "this run generates nothing; choose 'colocated'"),

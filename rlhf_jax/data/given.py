@@ -31,13 +31,14 @@ def read_given(
     stop_tokens: Sequence[int],
     max_response_tokens: int,
     template_arguments: Mapping[str, Any] = {},
+    name: str = "data.train",
 ) -> tuple[Prompts, list[list[Given]]]:
     """Encode the samples that rows give in some fields, and leave out rows where one is too long.
 
     Returns the prompts that are left, and of each its samples in the fields' order. A text ends
     with the token that the chat template writes after an answer; without one with the first of
-    `stop_tokens`. Raises ValueError where a row lacks a sample, two samples of a row are equal, or
-    nothing is left.
+    `stop_tokens`. Raises ValueError, which begins with `name`, where a row lacks a sample, two
+    samples of a row are equal, or nothing is left.
     """
     if not fields:
         return prompts, []
@@ -47,7 +48,7 @@ def read_given(
     found: list[list[Given]] = []
     dropped = collections.Counter(prompts.dropped)
     for number, row in enumerate(prompts.rows):
-        where = f"data.train: the row of prompt {prompts.texts[number]!r:.60}"
+        where = f"{name}: the row of prompt {prompts.texts[number]!r:.60}"
         contents = [_content(row.get(field), field, where) for field in fields]
         if len(contents) > 1 and contents[0] == contents[1]:
             raise ValueError(
@@ -69,7 +70,7 @@ def read_given(
             found.append(samples)
     if not kept:
         raise ValueError(
-            f"No row of data.train is left: a sample of each is longer than {max_response_tokens}"
+            f"No row of {name} is left: a sample of each is longer than {max_response_tokens}"
             " tokens; raise data.max_response_tokens."
         )
     return prompts.take(kept, dict(dropped)), found
