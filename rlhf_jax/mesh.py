@@ -62,6 +62,14 @@ AnyMesh = Mesh | AbstractMesh
 FLOAT32 = np.dtype(np.float32)
 
 
+class Placed:
+    """Be a part of a row-first tree that says itself how it lies: by more than its rows."""
+
+    def specs(self) -> Any:
+        """Return the mesh axes of each dimension of each leaf, a tuple in the leaf's place."""
+        raise NotImplementedError
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """Say where and how a call runs: on which devices, in which role, by which kernels and dtype.
@@ -76,6 +84,8 @@ class Layout:
     kernels: Kernels = REFERENCE
     # of the products; sums and log-probs are float32 all the same
     dtype: np.dtype = FLOAT32
+    # the kind of decoding's key-value caches, a name in `cache.state.CACHES`
+    cache: str = "contiguous"
 
     @functools.cached_property
     def slices(self) -> int:
@@ -257,7 +267,7 @@ def model_shardings(tree: Any, layout: Layout) -> Any:
 
     def shard(path: tuple, leaf: Any) -> NamedSharding:
         """Return the sharding of one leaf."""
-        return _named(layout, layout.fit(_weight_spec(path, leaf, layout.role), leaf.shape))
+        return fitted(layout, _weight_spec(path, leaf, layout.role), leaf.shape)
 
     return jax.tree_util.tree_map_with_path(shard, tree)
 
@@ -290,15 +300,17 @@ def pin_weights(tree: T, layout: Layout) -> T:
 def row_shardings(tree: Any, layout: Layout) -> Any:
     """Return a sharding for every leaf of a row-first tree: [B, ...] over slices x data x fsdp.
 
-    Leaves of rank 4 are caches, [B, G, ...], whose G lies over tensor as the weights' key-value
-    heads do. Scalars are replicated. A dimension that its axes do not divide stays whole.
+    Scalars are replicated. A dimension that its axes do not divide stays whole. A part that is
+    `Placed` says itself how its leaves lie.
     """
 
-    def shard(leaf: Any) -> NamedSharding:
-        """Return the sharding of one leaf."""
-        return _named(layout, layout.fit(row_spec(leaf.ndim), leaf.shape))
+    def shard(part: Any) -> Any:
+        """Return the sharding of one leaf, or of a part that says itself."""
+        if isinstance(part, Placed):
+            return jax.tree.map(lambda x, spec: fitted(layout, spec, x.shape), part, part.specs())
+        return fitted(layout, row_spec(part.ndim), part.shape)
 
-    return jax.tree.map(shard, tree)
+    return jax.tree.map(shard, tree, is_leaf=lambda part: isinstance(part, Placed))
 
 
 def rows_of_shard(rows: int, row_shards: int) -> int:
@@ -320,18 +332,6 @@ def place_rows(tree: Any, layout: Layout) -> Any:
     if layout.owners == (jax.process_index(),):
         return jax.device_put(tree, shardings)
     return jax.tree.map(place_parts, tree, shardings)
-
-
-def for_all_to_read(layout: Layout) -> NamedSharding:
-    """Return where a number lies that each process reads: on all devices that a layout has.
-
-    Where these are not of all processes, on all devices there are.
-    """
-    mesh = layout.mesh
-    if len(layout.owners) < jax.process_count():
-        mesh = Mesh(np.array(jax.devices()), ("devices",))
-    assert mesh is not None, "One device needs no sharding."
-    return NamedSharding(mesh, PartitionSpec())
 
 
 def pin_rows(tree: T, layout: Layout) -> T:
@@ -384,12 +384,13 @@ def _weight_spec(path: tuple, leaf: Any, role: str) -> tuple:
 
 
 def row_spec(rank: int) -> tuple:
-    """Return the mesh axes of each dimension of a row-first leaf; one of rank 4 is a cache.
+    """Return the mesh axes of each dimension of a row-first leaf: its rows are split."""
+    return (ROW_AXES, *(None,) * rank)[:rank]
 
-    A leaf [B, ...] has its rows split, a cache [B, G, ...] its key-value heads too.
-    """
-    spec = (ROW_AXES, "tensor" if rank == 4 else None)
-    return (spec + (None,) * rank)[:rank]
+
+def fitted(layout: Layout, spec: tuple, shape: tuple[int, ...]) -> NamedSharding:
+    """Return the sharding of a leaf by mesh axes of its dimensions, where they divide these."""
+    return _named(layout, layout.fit(spec, shape))
 
 
 def _named(layout: Layout, spec: PartitionSpec) -> NamedSharding:

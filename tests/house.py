@@ -55,6 +55,7 @@ FLOORS = {
     "rlhf_jax/sequences": 2,
     "rlhf_jax/placement": 2,
     "rlhf_jax/runtime": 2,
+    "rlhf_jax/cache": 3,
     "rlhf_jax/config/algorithms.py": 3,
     "rlhf_jax/model": 3,
     "rlhf_jax/monitoring": 3,

@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec
 
 from pallas_kernels import BLOCK, Shape, implementation
 from pallas_kernels.verify_head import Parts, combine
-from rlhf_jax.mesh import ROW_AXES, Layout, row_spec
+from rlhf_jax.mesh import ROW_AXES, Layout
 from rlhf_jax.model.transformer import head_of
-from rlhf_jax.types import Cache, Model, ModelConfig, OutputFirst
+from rlhf_jax.types import Model, ModelConfig, OutputFirst
 
 
 def shape_of(config: ModelConfig) -> Shape:
@@ -31,24 +31,6 @@ def shape_of(config: ModelConfig) -> Shape:
         layers=config.num_layers,
         tied=config.tied,
     )
-
-
-def tree_attention(layout: Layout) -> Callable[..., Array]:
-    """Return `pallas_kernels.tree_attention.tree_attention` by the chosen implementation."""
-    attend = implementation("tree_attention", layout.kernels)
-    if layout.kernels.tree_attention == "reference" or layout.mesh is None:
-        return attend
-
-    def attend_parts(query: Array, cache_k: Array, *others: Array) -> Array:
-        """Attend in each device's own rows and heads."""
-        cache = layout.fit(row_spec(cache_k.ndim), cache_k.shape)
-        rows, heads = cache[:2]
-        new = PartitionSpec(rows, None, heads)
-        of_rows = PartitionSpec(rows)
-        specs = (new, cache, cache, cache, cache, of_rows, of_rows)
-        return _on_each(attend, layout, specs, new)(query, cache_k, *others)
-
-    return attend_parts
 
 
 def verify_head(layout: Layout) -> Callable[..., Parts]:
@@ -116,22 +98,6 @@ def token_logprobs(layout: Layout) -> Callable[..., tuple[Array, Array]] | None:
         return _on_each(local, layout, (rows, words, rows), rows)(hidden, head, targets)
 
     return of_rows
-
-
-def commit(layout: Layout) -> Callable[[Cache, Cache, Array, Array], Cache]:
-    """Return `pallas_kernels.commit.commit` by the chosen implementation."""
-    write = implementation("commit", layout.kernels)
-    if layout.kernels.commit == "reference" or layout.mesh is None:
-        return write
-
-    def write_parts(cache: Cache, window: Cache, path: Array, start: Array) -> Cache:
-        """Commit on each device its own rows and heads."""
-        leaf = cache[0][0]
-        spec = layout.fit(row_spec(leaf.ndim), leaf.shape)
-        specs = (spec, spec, PartitionSpec(spec[0]), PartitionSpec(spec[0]))
-        return _on_each(write, layout, specs, spec)(cache, window, path, start)
-
-    return write_parts
 
 
 def _on_each(run: Callable, layout: Layout, in_specs: tuple, out_specs: PartitionSpec) -> Callable:

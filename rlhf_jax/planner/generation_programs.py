@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.shapes import BLOCK
+from rlhf_jax.cache.state import DecodeState
 from rlhf_jax.config import derived, memory
 from rlhf_jax.config.sizes import PlannedRun, row_share
 from rlhf_jax.generation import rows as generation_rows
@@ -29,7 +30,7 @@ from rlhf_jax.placement.transfer import layer_programs
 from rlhf_jax.planner import shapes
 from rlhf_jax.planner.placed_calls import CallProgram, Foreseen, PlacedCalls
 from rlhf_jax.runtime.compilation import Execute
-from rlhf_jax.types import DecodeState, ModelConfig, Strategy
+from rlhf_jax.types import ModelConfig, Strategy
 
 # Layers of which a program is compiled. What is at work changes from the first to the second, as a
 # layer's weights come while the one before is at work, and hardly from then on.

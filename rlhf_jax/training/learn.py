@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlhf_jax.mesh import ONE_DEVICE, Layout, for_all_to_read, model_shardings
+from rlhf_jax.mesh import ONE_DEVICE, Layout, model_shardings
 from rlhf_jax.model.attention import packed_block
 from rlhf_jax.model.packed import padding_flops
 from rlhf_jax.model.transformer import cast, stack
@@ -69,7 +70,7 @@ def trained(
     shapes = jax.eval_shape(make, model)
     places = None if layout.mesh is None else model_shardings(shapes, layout)
     # All processes read the version, those without the model, too: it lies on more devices.
-    everywhere = None if places is None else for_all_to_read(layout)
+    everywhere = None if places is None else _for_all_to_read(layout)
     if isinstance(model.norm, jax.ShapeDtypeStruct):
         if places is None:
             return shapes
@@ -80,6 +81,18 @@ def trained(
     if everywhere is None:
         return found
     return dataclasses.replace(found, version=place_parts(np.zeros((), np.int32), everywhere))
+
+
+def _for_all_to_read(layout: Layout) -> NamedSharding:
+    """Return where a number lies that each process reads: on all devices that a layout has.
+
+    Where these are not of all processes, on all devices there are.
+    """
+    mesh = layout.mesh
+    if len(layout.owners) < jax.process_count():
+        mesh = Mesh(np.array(jax.devices()), ("devices",))
+    assert mesh is not None, "One device needs no sharding."
+    return NamedSharding(mesh, PartitionSpec())
 
 
 class Minibatch(NamedTuple):
