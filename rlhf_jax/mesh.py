@@ -62,7 +62,7 @@ AnyMesh = Mesh | AbstractMesh
 FLOAT32 = np.dtype(np.float32)
 
 
-class Placed:
+class OwnSpecs:
     """Be a part of a row-first tree that says itself how it lies: by more than its rows."""
 
     def specs(self) -> Any:
@@ -84,7 +84,7 @@ class Layout:
     kernels: Kernels = REFERENCE
     # of the products; sums and log-probs are float32 all the same
     dtype: np.dtype = FLOAT32
-    # the kind of decoding's key-value caches, a name in `cache.state.CACHES`
+    # the kind of decoding's key-value caches, a name in `cache.state.CACHE_KINDS`
     cache: str = "contiguous"
 
     @functools.cached_property
@@ -301,16 +301,16 @@ def row_shardings(tree: Any, layout: Layout) -> Any:
     """Return a sharding for every leaf of a row-first tree: [B, ...] over slices x data x fsdp.
 
     Scalars are replicated. A dimension that its axes do not divide stays whole. A part that is
-    `Placed` says itself how its leaves lie.
+    `OwnSpecs` says itself how its leaves lie.
     """
 
     def shard(part: Any) -> Any:
         """Return the sharding of one leaf, or of a part that says itself."""
-        if isinstance(part, Placed):
+        if isinstance(part, OwnSpecs):
             return jax.tree.map(lambda x, spec: fitted(layout, spec, x.shape), part, part.specs())
         return fitted(layout, row_spec(part.ndim), part.shape)
 
-    return jax.tree.map(shard, tree, is_leaf=lambda part: isinstance(part, Placed))
+    return jax.tree.map(shard, tree, is_leaf=lambda part: isinstance(part, OwnSpecs))
 
 
 def rows_of_shard(rows: int, row_shards: int) -> int:

@@ -19,7 +19,7 @@ from tiny_stage import Shuffled
 from rlhf_jax import mesh as meshes
 from rlhf_jax.cache.cache import KVCache, Window
 from rlhf_jax.cache.contiguous import ContiguousCache
-from rlhf_jax.cache.state import CACHES
+from rlhf_jax.cache.state import CACHE_KINDS
 from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.generation.assignment import AssignmentPolicy
 from rlhf_jax.generation.engine import generate
@@ -150,8 +150,8 @@ class NarrowCache(ContiguousCache):
 @pytest.fixture(autouse=True)
 def kinds(monkeypatch):
     """The two kinds have names."""
-    monkeypatch.setitem(CACHES, "paged", PagedCache)
-    monkeypatch.setitem(CACHES, "narrow", NarrowCache)
+    monkeypatch.setitem(CACHE_KINDS, "paged", PagedCache)
+    monkeypatch.setitem(CACHE_KINDS, "narrow", NarrowCache)
 
 
 @pytest.fixture(scope="module")

@@ -268,13 +268,12 @@ def test_each_device_commits_its_own_rows_and_heads():
     start = np.array([0, 7, 100, 125], np.int32)
     given = meshes.place_rows((cache, window, path, start), layout)
     written = jax.jit(functools.partial(ContiguousCache.commit, layout=layout))(*given)
-    assert written.layers[0][0].sharding.spec == PartitionSpec(
-        meshes.ROW_AXES, "tensor", None, None
-    )
+    spec = written.layers[0][0].sharding.spec
+    assert spec == PartitionSpec(meshes.ROW_AXES, "tensor", None, None)
     jax.tree.map(
         np.testing.assert_array_equal,
         written,
-        ContiguousCache.commit(*given, Layout(kernels=REFERENCE)),
+        ContiguousCache.commit(*given, layout=Layout(kernels=REFERENCE)),
     )
 
 

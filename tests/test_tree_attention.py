@@ -141,8 +141,8 @@ def test_reference_is_what_the_model_computes_today():
     value = window_v.transpose(0, 2, 1, 3)
     cache = ContiguousCache(((cache_k, cache_v),))
     attend = cache.attend(length, mask, ONE_DEVICE)
-    want, window = attend(query, key, value, cache.memory()[0])
-    got = reference.tree_attention(query, cache_k, cache_v, *window, length, mask)
+    want, (keys, values) = attend(query, key, value, cache.memory()[0])
+    got = reference.tree_attention(query, cache_k, cache_v, keys, values, length, mask)
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from pallas_kernels.arrays import Cache
-from rlhf_jax.mesh import ROW_AXES, Layout, Placed, fitted, row_spec
+from rlhf_jax.mesh import ROW_AXES, Layout, OwnSpecs, fitted, row_spec
 from rlhf_jax.runtime.compilation import Execute
 from rlhf_jax.types import Array, ModelConfig
 
@@ -21,7 +21,7 @@ HEADS_SPEC = (ROW_AXES, "tensor", None, None)
 
 
 @struct.dataclass
-class Window(Placed):
+class Window(OwnSpecs):
     """Hold keys and values of W tokens that are in no cache: a round's nodes, or a prompt.
 
     All kinds of cache share it: per layer k [B, G, D, W] and v [B, G, W, D], in the dtype of the
@@ -35,14 +35,14 @@ class Window(Placed):
         return jax.tree.map(lambda _: HEADS_SPEC, self)
 
 
-class KVCache(Placed, abc.ABC):
+class KVCache(OwnSpecs, abc.ABC):
     """Hold the keys and values of a model's committed tokens, some slots for each of B rows.
 
-    A kind is a pytree (`flax.struct.dataclass`) of this class, in `state.CACHES` by its name. The
-    policy's cache and a draft model's are two of one kind. Inside a round a cache is only read:
-    uncommitted tokens live in a `Window`. A kind that rounds what it stores must round the window
-    alike (`attend`), or drafts would see other keys than plain decoding does. The methods here do
-    for kinds whose leaves all begin with the row; another kind overrides them.
+    A kind is a subclass and a pytree (`flax.struct.dataclass`), by its name in
+    `state.CACHE_KINDS`. The policy's cache and a draft model's are two of one kind. Inside a round
+    a cache is only read: uncommitted tokens live in a `Window`. A kind that rounds what it stores
+    rounds the window alike (`attend`), or drafts would see other keys than plain decoding does. The
+    methods with a body do for kinds whose leaves all begin with the row; others override them.
     """
 
     @classmethod

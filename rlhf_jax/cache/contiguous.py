@@ -9,14 +9,13 @@ import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import Array
 from jax.sharding import PartitionSpec
 
 from pallas_kernels import implementation
 from pallas_kernels.arrays import Cache, LayerCache
 from rlhf_jax.cache.cache import HEADS_SPEC, KVCache, Window, pick_rows
 from rlhf_jax.mesh import Layout
-from rlhf_jax.types import ModelConfig
+from rlhf_jax.types import Array, ModelConfig
 
 
 @struct.dataclass

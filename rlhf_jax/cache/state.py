@@ -19,7 +19,9 @@ def _no_kind(found: object) -> str:
 
 
 # Kinds of cache, by the name that a `Layout` has.
-CACHES: Table[type[KVCache]] = Table("generation.cache", _no_kind, {"contiguous": ContiguousCache})
+CACHE_KINDS: Table[type[KVCache]] = Table(
+    "generation.cache", _no_kind, {"contiguous": ContiguousCache}
+)
 
 
 @struct.dataclass

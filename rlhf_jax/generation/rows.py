@@ -1,4 +1,4 @@
-"""Begin rows of a decoding state (`prefill`, `admit`), keep some (`take`), and end them (`retire`).
+"""Begin rows of a decoding state (`prefill`, `admit`), keep some (`resize`), and end them (`retire`).
 
 The row comes first in every leaf, but in those of caches, which move their rows themselves.
 """
@@ -16,7 +16,7 @@ from flax import struct
 
 from rlhf_jax.cache.cache import KVCache, Window, is_cache, take_rows
 from rlhf_jax.cache.contiguous import attend_prompt
-from rlhf_jax.cache.state import CACHES, DecodeState, DraftState, rows_in
+from rlhf_jax.cache.state import CACHE_KINDS, DecodeState, DraftState, rows_in
 from rlhf_jax.mesh import ONE_DEVICE, Layout, pin_rows
 from rlhf_jax.model.attention import causal_on
 from rlhf_jax.model.transformer import forward
@@ -78,7 +78,7 @@ def empty(
     Each device makes its own part. `history` and `earlier` are the tokens kept of earlier
     roll-outs, for lookup and for replay.
     """
-    kind = CACHES[layout.cache]
+    kind = CACHE_KINDS[layout.cache]
     draft_cache = None if draft is None else kind.empty(draft, rows, slots, layout)
     state = DecodeState(
         tokens=jnp.zeros((rows, slots), jnp.int32),
@@ -134,7 +134,7 @@ def prefill(
     def cache(model: Model) -> KVCache:
         attend = functools.partial(attend_prompt, attend=causal_on(layout))
         _, kept = forward(model, tokens, positions, attend)
-        return CACHES[layout.cache].prefill(Window(kept))
+        return CACHE_KINDS[layout.cache].prefill(Window(kept))
 
     return pin_rows(
         Prefix(tokens, length, cache(target), None if drafter is None else cache(drafter)), layout
@@ -147,18 +147,16 @@ def admit(
 ) -> DecodeState:
     """Begin new samples in the admission's rows. `state` is donated."""
     begun = jax.tree.map(lambda leaf: jnp.take(leaf, admission.source, axis=0), prefix)
+    own = ("limit", "key", "temperature", "history", "earlier")
+    given = {name: getattr(admission, name) for name in own}
     draft = None if state.draft is None else DraftState(begun.draft_cache, begun.length - 1)
     new = DecodeState(
         tokens=begun.tokens,
         length=begun.length,
-        limit=admission.limit,
         done=jnp.zeros_like(admission.row, dtype=bool),
-        key=admission.key,
-        temperature=admission.temperature,
-        history=admission.history,
-        earlier=admission.earlier,
         cache=begun.cache,
         draft=draft,
+        **given,
     )
     return pin_rows(rows_in(state, admission.row, new), layout)
 

@@ -69,8 +69,12 @@ def trained(
 
     shapes = jax.eval_shape(make, model)
     places = None if layout.mesh is None else model_shardings(shapes, layout)
-    # All processes read the version, those without the model, too: it lies on more devices.
-    everywhere = None if places is None else _for_all_to_read(layout)
+    everywhere = None
+    if layout.mesh is not None:
+        # All processes read the version, those without the model, too: it then lies on all devices.
+        apart = len(layout.owners) < jax.process_count()
+        mesh = Mesh(np.array(jax.devices()), ("devices",)) if apart else layout.mesh
+        everywhere = NamedSharding(mesh, PartitionSpec())
     if isinstance(model.norm, jax.ShapeDtypeStruct):
         if places is None:
             return shapes
@@ -81,18 +85,6 @@ def trained(
     if everywhere is None:
         return found
     return dataclasses.replace(found, version=place_parts(np.zeros((), np.int32), everywhere))
-
-
-def _for_all_to_read(layout: Layout) -> NamedSharding:
-    """Return where a number lies that each process reads: on all devices that a layout has.
-
-    Where these are not of all processes, on all devices there are.
-    """
-    mesh = layout.mesh
-    if len(layout.owners) < jax.process_count():
-        mesh = Mesh(np.array(jax.devices()), ("devices",))
-    assert mesh is not None, "One device needs no sharding."
-    return NamedSharding(mesh, PartitionSpec())
 
 
 class Minibatch(NamedTuple):
