@@ -70,15 +70,15 @@ class ContiguousCache(KVCache):
 
 
 def _attend_cached(
-    query: Array,
-    key: Array,
-    value: Array,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
     memory: tuple[LayerCache, LayerCache | None],
     *,
     length: Array,
     mask: Array,
     attend: Callable,
-) -> tuple[Array, LayerCache]:
+) -> tuple[jax.Array, LayerCache]:
     """Attend from Q new tokens to a row's cache and to the window of uncommitted tokens.
 
     query [B, Q, H, D], key and value [B, Q, G, D] are the last Q of the window's W tokens; `memory`
@@ -97,8 +97,8 @@ def _attend_cached(
 
 
 def attend_prompt(
-    query: Array, key: Array, value: Array, memory: None = None, *, attend: Callable
-) -> tuple[Array, LayerCache]:
+    query: jax.Array, key: jax.Array, value: jax.Array, memory: None = None, *, attend: Callable
+) -> tuple[jax.Array, LayerCache]:
     """Attend causally by `attend`, and keep keys and values as a window has them.
 
     This is for prefill.
@@ -107,7 +107,7 @@ def attend_prompt(
     return out, window_layout(key, value)
 
 
-def window_layout(key: Array, value: Array) -> LayerCache:
+def window_layout(key: jax.Array, value: jax.Array) -> LayerCache:
     """Turn keys and values [B, W, G, D] into (k [B, G, D, W], v [B, G, W, D]).
 
     Both products of attention then read rows.
@@ -115,7 +115,7 @@ def window_layout(key: Array, value: Array) -> LayerCache:
     return key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3)
 
 
-def _tree_attention(layout: Layout) -> Callable[..., Array]:
+def _tree_attention(layout: Layout) -> Callable[..., jax.Array]:
     """Return `pallas_kernels.tree_attention.tree_attention` by the chosen implementation.
 
     Over a mesh each device runs it on its own rows and heads.
@@ -124,7 +124,7 @@ def _tree_attention(layout: Layout) -> Callable[..., Array]:
     if layout.kernels.tree_attention == "reference" or layout.mesh is None:
         return attend
 
-    def attend_parts(query: Array, cache_k: Array, *others: Array) -> Array:
+    def attend_parts(query: Array, cache_k: Array, *others: Array) -> jax.Array:
         """Attend in each device's own rows and heads."""
         cache = layout.fit(HEADS_SPEC, cache_k.shape)
         rows, heads = cache[:2]

@@ -18,7 +18,7 @@ def _no_kind(found: object) -> str:
     return "" if isinstance(found, type) and issubclass(found, KVCache) else "is no KVCache"
 
 
-# Kinds of cache, by the name that a `Layout` has.
+# Kinds of cache, by the name that a layout has.
 CACHE_KINDS: Table[type[KVCache]] = Table(
     "generation.cache", _no_kind, {"contiguous": ContiguousCache}
 )

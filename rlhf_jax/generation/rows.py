@@ -1,4 +1,4 @@
-"""Begin rows of a decoding state (`prefill`, `admit`), keep some (`resize`), and end them (`retire`).
+"""Begin rows of a decoding state (`prefill`, `admit`), keep some (`resize`), end them (`retire`).
 
 The row comes first in every leaf, but in those of caches, which move their rows themselves.
 """
