@@ -20,7 +20,7 @@ def _no_kind(found: object) -> str:
 
 # Kinds of cache, by the name that a layout has.
 CACHE_KINDS: Table[type[KVCache]] = Table(
-    "generation.cache", _no_kind, {"contiguous": ContiguousCache}
+    "Layout.cache", _no_kind, {"contiguous": ContiguousCache}
 )
 
 
