@@ -21,12 +21,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlhf_jax.config import default, derived, memory
-from rlhf_jax.config.hardware import Hardware
-from rlhf_jax.config.memory_parts import GIGA
+from rlhf_jax.config import default, derived
 from rlhf_jax.config.schema import Config
-from rlhf_jax.placement.chips import Chip
+from rlhf_jax.memory import estimate
+from rlhf_jax.memory.parts import GIGA
 from rlhf_jax.placement.plan import Placement, Plan
+from rlhf_jax.planner.chips import Chip
+from rlhf_jax.planner.hardware import Hardware
 from rlhf_jax.planner.placed_calls import CallProgram, PlacedCalls
 from rlhf_jax.planner.programs import programs as programs_of
 from rlhf_jax.types import ModelConfig, ModelConfigs
@@ -56,7 +57,7 @@ def measure(devices: Sequence[Any], model: ModelConfig | None = None) -> dict[st
         "flops": product_rate(devices[0], dtype, size=1024 if on_cpu else 8192),
         "memory_bandwidth": memory_rate(devices[0], megabytes=256 if on_cpu else 2048),
     }
-    known = memory.memory_for_remat(default(), devices[0])
+    known = estimate.memory_for_remat(default(), devices[0])
     if known:
         chip["gigabytes"] = known / GIGA
     if len(devices) > 1:
@@ -121,7 +122,7 @@ def reached_shares(
     scores = programs["reference_inference", "scores"]
     decoding = run_seconds(programs["generation", "round of 1 node"])
     run = calls.run("generation")
-    reads = run.weights(model, role="generation") + run.rows(memory.decode_state(run))
+    reads = run.weights(model, role="generation") + run.rows(estimate.decode_state(run))
     return {
         "training": gradient.foreseen.flops / run_seconds(gradient) / chip["flops"],
         "inference": scores.foreseen.flops / run_seconds(scores) / chip["flops"],

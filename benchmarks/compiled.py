@@ -35,14 +35,15 @@ from pallas_kernels import dispatch
 from pallas_kernels.dispatch import REFERENCE, Kernels
 from pallas_kernels.shapes import BLOCK, Shape
 from rlhf_jax import mesh as meshes
-from rlhf_jax.config.hardware import parse_hardware
 from rlhf_jax.generation import rows
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.round import run_round
 from rlhf_jax.generation.speculative.sampling import UNTRUNCATED
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model import transformer
-from rlhf_jax.placement.search.collectives import find_collectives
+from rlhf_jax.model.shardings import model_shardings
+from rlhf_jax.planner.hardware import parse_hardware
+from rlhf_jax.planner.search.collectives import find_collectives
 from rlhf_jax.planner.topology import compiler_version, topology_devices
 from rlhf_jax.types import Model, ModelConfig
 
@@ -210,7 +211,7 @@ def weights(model: ModelConfig, layout: Layout) -> Model:
         return transformer.pad_vocab(transformer.unstack(made), BLOCK * split if split > 1 else 1)
 
     shapes = jax.eval_shape(make)
-    return placed(shapes, meshes.model_shardings(shapes, layout))
+    return placed(shapes, model_shardings(shapes, layout))
 
 
 def row_shapes(make: Callable, layout: Layout) -> Any:

@@ -24,12 +24,12 @@ import numpy as np
 
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Kernels
+from rlhf_jax.generation.decoding import decoding_weights
 from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.requests import GenerationConfig, GenerationCounts, Request
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.mesh import Layout, make_mesh
-from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.kernels import shape_of
 from rlhf_jax.model.weights.source import Source, open_source
 

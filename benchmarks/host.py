@@ -24,6 +24,7 @@ import numpy as np
 
 from rlhf_jax.cache.state import DecodeState
 from rlhf_jax.generation import precompile, rounds
+from rlhf_jax.generation.decoding import decoding_weights
 from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.precompile import BackgroundCompiler
 from rlhf_jax.generation.requests import GenerationConfig, Request
@@ -33,7 +34,6 @@ from rlhf_jax.generation.speculative.tree import PLAIN
 from rlhf_jax.generation.strategy import candidates, prior
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.mesh import Layout, make_mesh
-from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.transformer import init
 from rlhf_jax.runtime.compilation import Programs
 from rlhf_jax.types import Emission, ModelConfig, ModelConfigs

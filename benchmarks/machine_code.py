@@ -18,7 +18,7 @@ from jax._src.interpreters import mlir
 from jax.stages import Compiled, Lowered
 from jaxlib.mlir import ir
 
-from rlhf_jax.placement.search.collectives import INSTRUCTION, RECEIVED, Instruction, shape_bytes
+from rlhf_jax.planner.search.collectives import INSTRUCTION, RECEIVED, Instruction, shape_bytes
 
 # Mosaic then has ptxas write what it has made, past Python.
 os.environ.setdefault("MOSAIC_GPU_DUMP_PTXAS", "1")

@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.schedule_check import TASK_KINDS, check
-from rlhf_jax.monitoring.report.charts import Lane, complete_svg, lanes_chart
-from rlhf_jax.monitoring.report.scales import axis_number, share
 from rlhf_jax.pipeline.problem import RELATIVE_ERROR, Pipe, PipelineProblem, lay_copies
 from rlhf_jax.pipeline.schedule import Schedule, one_f_one_b
 from rlhf_jax.pipeline.search import solve
+from rlhf_jax.report.charts import Lane, complete_svg, lanes_chart
+from rlhf_jax.report.scales import axis_number, share
 
 # The table that is read where none is named.
 INSTANCES_TABLE = str(pathlib.Path(__file__).parent / "tables" / "pipeline_instances.csv")

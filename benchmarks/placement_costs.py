@@ -24,10 +24,10 @@ import jax
 import numpy as np
 
 from benchmarks.chip import measure, placed_calls, run_seconds
-from rlhf_jax.placement.chips import Chip, Efficiency
-from rlhf_jax.placement.search.costs import predict_call
+from rlhf_jax.planner.chips import Chip, Efficiency
 from rlhf_jax.planner.placed_calls import PlacedCalls
 from rlhf_jax.planner.programs import programs as programs_of
+from rlhf_jax.planner.search.costs import predict_call
 from rlhf_jax.types import ModelConfig
 
 SAYS = "ranks calls, not shardings: what a sharding costs on real links is not measured here"

@@ -17,9 +17,9 @@ from typing import Any
 import jax
 
 from rlhf_jax.config import command_line
-from rlhf_jax.config.hardware import parse_hardware
 from rlhf_jax.config.schema import Config
 from rlhf_jax.placement.presets import PRESETS
+from rlhf_jax.planner.hardware import parse_hardware
 from rlhf_jax.planner.planned import plan_run
 from rlhf_jax.planner.searched import Searched, search_plans, vary
 

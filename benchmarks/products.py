@@ -5,7 +5,7 @@ rows.
 
 Rows go through the two products of a feed-forward block, `--width` to `--ffn` and back, of 30
 layers, whose weights fit no cache. The forms take turns; a time is the median of `--repeats`. It is
-what `rlhf_jax.model.decoding.INPUTS_LAST` was chosen by.
+what `rlhf_jax.generation.decoding.INPUTS_LAST` was chosen by.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import time
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.model.transformer import product
-from rlhf_jax.types import OutputFirst
+from rlhf_jax.model.weight import OutputFirst, product
 
 LAYERS = 30
 

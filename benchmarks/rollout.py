@@ -41,6 +41,7 @@ from benchmarks.contest import Case, Run, plain, run, tell
 from benchmarks.pricing import Table, accepted
 from rlhf_jax.algorithms.grpo import POLICY_LOSS
 from rlhf_jax.data.prompts import Prompts, tokenize
+from rlhf_jax.generation.decoding import decoding_weights, student_for
 from rlhf_jax.generation.history import History, requests
 from rlhf_jax.generation.requests import GenerationConfig, Request, Sample, as_sequences
 from rlhf_jax.generation.speculative.rules import RULES, AcceptanceRule
@@ -51,7 +52,6 @@ from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.inference.scoring import ScoringSettings, score
 from rlhf_jax.losses.advantages import EstimatorConfig
 from rlhf_jax.mesh import Layout, make_mesh
-from rlhf_jax.model.decoding import decoding_weights, student_for
 from rlhf_jax.model.transformer import forward, logits
 from rlhf_jax.model.weights.source import Source, open_source
 from rlhf_jax.sequences.packing import Extent

@@ -29,6 +29,7 @@ import optax
 from benchmarks import contest
 from benchmarks.contest import Case, tell
 from rlhf_jax.data.tokenizer import Tokenizer
+from rlhf_jax.generation.decoding import decoding_weights
 from rlhf_jax.generation.history import History, requests
 from rlhf_jax.generation.requests import GenerationConfig, Sample
 from rlhf_jax.generation.speculative import tree
@@ -38,7 +39,6 @@ from rlhf_jax.generation.stage import KEPT_ACCEPTANCE
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model.attention import causal_on
-from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.transformer import forward, logits
 from rlhf_jax.model.weights.source import Source, open_source
 from rlhf_jax.types import Model

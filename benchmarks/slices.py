@@ -25,12 +25,12 @@ import numpy as np
 
 from benchmarks.generation import TEXT
 from rlhf_jax.generation.assignment import STATIC, AssignmentPolicy
+from rlhf_jax.generation.decoding import decoding_weights
 from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.requests import GenerationConfig, GenerationCounts, Request
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.speculative.tree import PLAIN
 from rlhf_jax.mesh import Layout, make_mesh
-from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.planner.response_lengths import draw_lengths, read_percentiles
 from rlhf_jax.reallocation import length_model, planner

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rlhf_jax.config import default as default_config
     from rlhf_jax.config.algorithms import Algorithm, option
     from rlhf_jax.config.algorithms import register as register_algorithm
+    from rlhf_jax.generation.decoding import decoding_weights
     from rlhf_jax.generation.engine import generate
     from rlhf_jax.generation.requests import GenerationConfig, Request, Sample, as_sequences
     from rlhf_jax.generation.speculative.protocol import Drafter
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from rlhf_jax.losses.advantages import register as register_estimator
     from rlhf_jax.losses.policy import LossTerms, aggregated_by
     from rlhf_jax.mesh import Layout, make_mesh
-    from rlhf_jax.model.decoding import decoding_weights
     from rlhf_jax.model.families import Family
     from rlhf_jax.model.families import register as register_family
     from rlhf_jax.model.transformer import unstack
@@ -133,7 +133,7 @@ _PLACES = {
     "Layout": "mesh",
     "make_mesh": "mesh",
     # Weights.
-    "decoding_weights": "model.decoding",
+    "decoding_weights": "generation.decoding",
     "open_source": "model.weights.source",
     "unstack": "model.transformer",
     # Generation.

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_jax.generation.decoding import decoding_models
 from rlhf_jax.generation.history import requests
 from rlhf_jax.generation.requests import GenerationCounts, RoundReport
 from rlhf_jax.generation.stage import StageRecord, by_group, end_stage, generate_samples
-from rlhf_jax.model.decoding import decoding_models
 from rlhf_jax.monitoring.diversity import distinct_pairs
 from rlhf_jax.rewards.combination import Scores, means_of
 from rlhf_jax.rewards.samples import responses_of, table_of

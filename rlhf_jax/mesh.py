@@ -1,4 +1,4 @@
-"""Say which devices hold what: four mesh axes, and a table from logical axis names to them.
+"""Say which devices hold what: four mesh axes, and a table from the axes of weights to them.
 
 `data` repeats the weights, `fsdp` splits their width, `tensor` splits heads, feed-forward and
 vocabulary. `slices` generate each on its own, with weights of its own, and split the width as
@@ -26,34 +26,14 @@ AXES: tuple[str, ...] = ("slices", "data", "fsdp", "tensor")
 ROW_AXES = ("slices", "data", "fsdp")
 AXIS_TYPES = (AxisType.Auto,) * len(AXES)
 
-# Each weight once: its logical axes. A stacked layer has a leading L, whose axis is "layers".
-WEIGHT_AXES = {
-    "embed": ("vocab", "width"),
-    "attention_norm": ("norm",),
-    "query": ("width", "heads", "head_dim"),
-    "key": ("width", "kv_heads", "head_dim"),
-    "value": ("width", "kv_heads", "head_dim"),
-    "output": ("heads", "head_dim", "width"),
-    "mlp_norm": ("norm",),
-    "gate": ("width", "ffn"),
-    "up": ("width", "ffn"),
-    "down": ("ffn", "width"),
-    "query_bias": ("heads", "head_dim"),
-    "key_bias": ("kv_heads", "head_dim"),
-    "value_bias": ("kv_heads", "head_dim"),
-    "query_norm": ("norm",),
-    "key_norm": ("norm",),
-    "norm": ("norm",),
-    "head": ("width", "vocab"),
-}
+_TENSOR = dict.fromkeys("VHGF", "tensor")
 
-_TENSOR = {"vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "ffn": "tensor"}
-
-# The table: logical axis -> mesh axes, by role. What is not named is not split.
+# The table: axis of a weight, by its letter in `types.py`, -> mesh axes, by role. What is not named
+# is not split.
 ROLES = {
-    "training": _TENSOR | {"width": ("slices", "fsdp")},
+    "training": _TENSOR | {"M": ("slices", "fsdp")},
     "generation": _TENSOR,
-    "pipelined": _TENSOR | {"width": "fsdp", "layers": "slices"},
+    "pipelined": _TENSOR | {"M": "fsdp", "L": "slices"},
 }
 
 T = TypeVar("T")
@@ -245,56 +225,13 @@ def on_slice(tree: T, layout: Layout) -> T:
         split = [layout.extent(axes or ()) for axes in (*spec, *[None] * leaf.ndim)]
         held = leaf.sharding.shard_shape(leaf.shape)
         shape = tuple(map(operator.mul, held, split))
-        place = _named(layout, spec)
+        place = named(layout, spec)
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf.update(shape=shape, sharding=place)
         shards = [shard.data for shard in leaf.addressable_shards if shard.device in devices]
         return jax.make_array_from_single_device_arrays(shape, place, shards, dtype=leaf.dtype)
 
     return jax.tree.map(part, tree)
-
-
-def model_shardings(tree: Any, layout: Layout) -> Any:
-    """Return a `NamedSharding` for every leaf of a tree of `Model`s, by the layout's role.
-
-    The tree is a model, its gradient, an optax state or a `Trained`; leaves are arrays or
-    `ShapeDtypeStruct`s. A weight is known by its field name; leaves of other names (counts, steps)
-    are replicated. In role "training" weights are split over slices, fsdp and tensor, in role
-    "generation" over tensor, repeated over the rest; in "pipelined" layers over slices, and each
-    over fsdp and tensor. A dimension that its axis does not divide stays whole: see `unsplit`.
-    Raises ValueError for a weight of fewer dimensions than `WEIGHT_AXES` names.
-    """
-
-    def shard(path: tuple, leaf: Any) -> NamedSharding:
-        """Return the sharding of one leaf."""
-        return fitted(layout, _weight_spec(path, leaf, layout.role), leaf.shape)
-
-    return jax.tree_util.tree_map_with_path(shard, tree)
-
-
-def unsplit(tree: Any, layout: Layout) -> list[str]:
-    """Return a line for each dimension that stays whole as its mesh axis does not divide it.
-
-    Arguments and errors as of `model_shardings`.
-    """
-    lines = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        wanted = _weight_spec(path, leaf, layout.role)
-        found = layout.fit(wanted, leaf.shape)
-        for size, axes, kept in zip(leaf.shape, wanted, found, strict=True):
-            if axes is not None and kept is None:
-                lines.append(
-                    f"{jax.tree_util.keystr(path)}: {size} is not divisible by"
-                    f" {axes}={layout.extent(axes)}"
-                )
-    return lines
-
-
-def pin_weights(tree: T, layout: Layout) -> T:
-    """Hold a tree of `Model`s to its layout, inside a jitted function; without a mesh, nothing."""
-    if layout.mesh is None:
-        return tree
-    return jax.lax.with_sharding_constraint(tree, model_shardings(tree, layout))
 
 
 def row_shardings(tree: Any, layout: Layout) -> Any:
@@ -334,6 +271,18 @@ def place_rows(tree: Any, layout: Layout) -> Any:
     return jax.tree.map(place_parts, tree, shardings)
 
 
+def for_all_to_read(layout: Layout) -> NamedSharding:
+    """Return where a number lies that each process reads: on all devices that a layout has.
+
+    Where these are not of all processes, on all devices there are.
+    """
+    mesh = layout.mesh
+    if len(layout.owners) < jax.process_count():
+        mesh = Mesh(np.array(jax.devices()), ("devices",))
+    assert mesh is not None, "One device needs no sharding."
+    return NamedSharding(mesh, PartitionSpec())
+
+
 def pin_rows(tree: T, layout: Layout) -> T:
     """Hold a row-first result [B, ...] to its layout, inside a jitted function.
 
@@ -347,7 +296,7 @@ def pin_rows(tree: T, layout: Layout) -> T:
 @functools.partial(jax.jit, static_argnames=("layout",))
 def repeat(tree: T, layout: Layout) -> T:
     """Return a tree that is whole on every device of a mesh."""
-    return jax.lax.with_sharding_constraint(tree, _named(layout, PartitionSpec()))
+    return jax.lax.with_sharding_constraint(tree, named(layout, PartitionSpec()))
 
 
 def bytes_per_device(tree: Any, shardings: Any) -> int:
@@ -363,26 +312,6 @@ def bytes_per_device(tree: Any, shardings: Any) -> int:
     return sum(jax.tree.leaves(held))
 
 
-def _weight_spec(path: tuple, leaf: Any, role: str) -> tuple:
-    """Return the mesh axes of each dimension of a leaf; a leading one is of layers."""
-    names = [getattr(key, "name", "") for key in path[-2:]]
-    turned = names[-1:] == ["weight"]  # of an `OutputFirst`
-    field = names[0] if turned else "".join(names[-1:])
-    axes = WEIGHT_AXES.get(field, ())
-    if turned:
-        inputs = 2 if field == "output" else 1
-        axes = (*axes[inputs:], *axes[:inputs])
-    if len(axes) > leaf.ndim:
-        raise ValueError(
-            f"{jax.tree_util.keystr(path)} has rank {leaf.ndim}; a weight of that name has axes"
-            f" {axes}."
-        )
-    leading = ("layers" if axes else None,) * (leaf.ndim - len(axes))
-    # what a pipeline has beside its layers lies as in training, so that no slice repeats it
-    table = ROLES["training" if role == "pipelined" and not leading else role]
-    return tuple(table.get(name) for name in (*leading, *axes))
-
-
 def row_spec(rank: int) -> tuple:
     """Return the mesh axes of each dimension of a row-first leaf: its rows are split."""
     return (ROW_AXES, *(None,) * rank)[:rank]
@@ -390,10 +319,10 @@ def row_spec(rank: int) -> tuple:
 
 def fitted(layout: Layout, spec: tuple, shape: tuple[int, ...]) -> NamedSharding:
     """Return the sharding of a leaf by mesh axes of its dimensions, where they divide these."""
-    return _named(layout, layout.fit(spec, shape))
+    return named(layout, layout.fit(spec, shape))
 
 
-def _named(layout: Layout, spec: PartitionSpec) -> NamedSharding:
+def named(layout: Layout, spec: PartitionSpec) -> NamedSharding:
     """Return the sharding of a leaf whose dimensions are split as `spec` says."""
     assert layout.mesh is not None, "Only a mesh splits anything."
     return NamedSharding(layout.mesh, spec)

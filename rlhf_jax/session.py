@@ -20,6 +20,7 @@ from rlhf_jax.config.identity import binding_settings, own_code
 from rlhf_jax.config.schema import flat
 from rlhf_jax.evaluation import EvaluationReport
 from rlhf_jax.generation.requests import GenerationCounts, RoundReport
+from rlhf_jax.generation.slice_groups import slice_group_of
 from rlhf_jax.monitoring import console, metrics, trace
 from rlhf_jax.monitoring.callbacks import Callback, StopAt
 from rlhf_jax.monitoring.environment import environment, most_memory
@@ -33,7 +34,6 @@ from rlhf_jax.runtime.checkpoint.store import Checkpoints, Unsaved
 from rlhf_jax.runtime.compilation import Programs
 from rlhf_jax.runtime.files import is_remote
 from rlhf_jax.runtime.signals import Stopped, listen_for_signals
-from rlhf_jax.runtime.slice_groups import slice_group_of
 from rlhf_jax.runtime.watchdog import Watchdog
 from rlhf_jax.setup.models import initial_models, source_shapes
 from rlhf_jax.setup.opened import ENDS, Opened, check_alike, identity

@@ -15,22 +15,18 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from rlhf_jax import iteration
-from rlhf_jax.config import host, memory_parts
 from rlhf_jax.config.schema import Config
 from rlhf_jax.evaluation import evaluate
+from rlhf_jax.generation.decoding import completed, decoding_models
 from rlhf_jax.generation.stage import begin_selectors, first_programs
 from rlhf_jax.generation.strategy import prior
 from rlhf_jax.inference.scoring import score
-from rlhf_jax.model.decoding import completed, decoding_models
+from rlhf_jax.memory import host
+from rlhf_jax.memory import parts as memory_parts
 from rlhf_jax.model.weights import huggingface
 from rlhf_jax.monitoring import console, metrics
 from rlhf_jax.monitoring.callbacks import Callback
-from rlhf_jax.monitoring.report.page import write_report
-from rlhf_jax.monitoring.report.run import read_run
-from rlhf_jax.monitoring.report.warnings import warnings
 from rlhf_jax.placement.plan import training_layout
-from rlhf_jax.planner.describe import print_plan
-from rlhf_jax.planner.planned import hardware_of, lacking, plan_run
 from rlhf_jax.rewards import callers
 from rlhf_jax.rewards.combination import Reward
 from rlhf_jax.run import Run
@@ -75,6 +71,9 @@ def train(
     `prompts` are texts, or rows as of a prompt file; they are kept in the workdir. Raises
     ValueError, OSError or what the runtime raises; Stopped where a signal asked for it.
     """
+    from rlhf_jax.report.run import read_run
+    from rlhf_jax.report.warnings import warnings
+
     if config.dry_run:
         raise ValueError("dry_run has no result: set it to False, or call rlhf_jax.trainer.plan.")
     config = copy.deepcopy(config)
@@ -125,6 +124,9 @@ def plan(config: Config) -> None:
     Nothing is written. Where devices or weights lack, the plan is made from shapes alone, and says
     so.
     """
+    from rlhf_jax.planner.describe import print_plan
+    from rlhf_jax.planner.planned import hardware_of, lacking, plan_run
+
     config = copy.deepcopy(config)
     configure_jax(config.deterministic, config.compilation_cache)
     if lacks := lacking(config):
@@ -290,6 +292,10 @@ def export(state: RunState, run: Run, opened: Opened) -> None:
         write_model(opened, name, model)
 
     def print_summary() -> None:
+        from rlhf_jax.report.page import write_report
+        from rlhf_jax.report.run import read_run
+        from rlhf_jax.report.warnings import warnings
+
         write_report(opened.workdir)
         if opened.held_out:
             console.compare(*metrics.before_and_after(opened.workdir))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -21,6 +21,9 @@ from rlhf_jax.runtime.shards import counted_up
 # An array lies on the device or, of numpy, on the host. In a template of a tree a shape or a
 # sharding stands in its place.
 Array = jax.Array | np.ndarray
+# One transformer block: its weights by their name in the family's table, arrays or other kinds of
+# `model.weight`. Of stacked layers every leaf has a leading L.
+Layer = dict[str, Any]
 
 T = TypeVar("T")
 
@@ -70,8 +73,6 @@ class ModelConfig:
     # Whether there is one output instead of the vocabulary's many, as in a critic or reward model,
     # whose head is never tied.
     scalar_head: bool = False
-    qkv_bias: bool = False  # Whether query, key and value have biases.
-    qk_norm: bool = False  # Whether query and key are normalised, head by head.
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -110,36 +111,6 @@ class ModelConfigs(NamedTuple):
     def scorers(self, calls: Iterable[str]) -> list[ModelConfig]:
         """Return the shapes of the models that score in such calls."""
         return [model for call in calls if call.endswith("_inference") for model in self.of(call)]
-
-
-@struct.dataclass
-class OutputFirst:
-    """Hold a weight with its inputs last: [F, M] in place of [M, F]."""
-
-    weight: Array
-
-
-@struct.dataclass
-class Layer:
-    """Hold one transformer block; stacked for a scan, every leaf has a leading L.
-
-    Of decoding weights, any matrix may be an `OutputFirst`.
-    """
-
-    attention_norm: Array  # [M]
-    query: Array  # [M, H, D]
-    key: Array  # [M, G, D]
-    value: Array  # [M, G, D]
-    output: Array  # [H, D, M]
-    mlp_norm: Array  # [M]
-    gate: Array  # [M, F]
-    up: Array  # [M, F]
-    down: Array  # [F, M]
-    query_bias: Array | None = None  # [H, D]
-    key_bias: Array | None = None  # [G, D]
-    value_bias: Array | None = None  # [G, D]
-    query_norm: Array | None = None  # [D]
-    key_norm: Array | None = None  # [D]
 
 
 @struct.dataclass

@@ -25,12 +25,14 @@ from pallas_kernels.dispatch import Kernels
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation.assignment import AssignmentPolicy
 from rlhf_jax.generation.requests import GenerationConfig, Request, Sample, as_sequences
+from rlhf_jax.generation.slice_groups import slice_group_of
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.speculative.tree import PLAIN
 from rlhf_jax.generation.stage import GenerationSettings, generate_samples
 from rlhf_jax.inference.overlap import Scoring, ScoringQueue
 from rlhf_jax.inference.scoring import Scored, dispatch_scores
 from rlhf_jax.mesh import Layout
+from rlhf_jax.model.shardings import model_shardings
 from rlhf_jax.model.transformer import init, unstack
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.reallocation.planner import WAITS, ClusterView, Reallocation
@@ -38,7 +40,6 @@ from rlhf_jax.rewards.combination import Response
 from rlhf_jax.rewards.models import RewardModel, model_scorer
 from rlhf_jax.runtime import distributed, joining
 from rlhf_jax.runtime.signals import Stopped
-from rlhf_jax.runtime.slice_groups import slice_group_of
 from rlhf_jax.sequences.packing import Extent
 
 GOLDEN = Path(__file__).parent / "golden" / "llama_reward"
@@ -96,7 +97,7 @@ def laid_over(layout: Layout, alone: Scoring) -> dict:
     """The models repeated over a mesh."""
     reward_model = alone.rewards["judge"]
     tree = {"models": dict(alone.models), "rewards": reward_model.model}
-    tree = jax.jit(lambda: tree, out_shardings=meshes.model_shardings(tree, layout))()
+    tree = jax.jit(lambda: tree, out_shardings=model_shardings(tree, layout))()
     return tree | {"rewards": {"judge": dataclasses.replace(reward_model, model=tree["rewards"])}}
 
 

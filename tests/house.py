@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ast
 import collections
+import dataclasses
 import json
 import pathlib
 import re
@@ -31,7 +32,9 @@ from house_sources import (
     all_functions,
     code_lines,
     documented,
+    functions,
     imported_files,
+    imports,
     of_product,
     read,
     read_formatted,
@@ -43,57 +46,46 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 # folder, and from rooms on lower floors; a file without a room breaks the rule.
 FLOORS = {
     "pallas_kernels": 0,
-    "rlhf_jax/runtime/shards.py": 0,
+    "rlhf_jax/pipeline": 0,
+    "rlhf_jax/runtime": 0,
     "rlhf_jax/mesh.py": 1,
-    "rlhf_jax/pipeline": 1,
-    "rlhf_jax/runtime/files.py": 1,
-    "rlhf_jax/runtime/foreign.py": 1,
-    "rlhf_jax/runtime/messages.py": 1,
     "rlhf_jax/types.py": 1,
-    "rlhf_jax/config/schema.py": 2,
+    "rlhf_jax/cache": 2,
     "rlhf_jax/data": 2,
+    "rlhf_jax/losses": 2,
     "rlhf_jax/sequences": 2,
-    "rlhf_jax/placement": 2,
-    "rlhf_jax/runtime": 2,
-    "rlhf_jax/cache": 3,
-    "rlhf_jax/config/algorithms.py": 3,
+    "rlhf_jax/config": 3,
     "rlhf_jax/model": 3,
     "rlhf_jax/monitoring": 3,
-    "rlhf_jax/runtime/slice_groups.py": 3,
-    "rlhf_jax/reallocation": 4,
-    "rlhf_jax/config/__init__.py": 5,
-    "rlhf_jax/config/checks.py": 5,
+    "rlhf_jax/reallocation": 3,
+    "rlhf_jax/placement": 4,
+    "rlhf_jax/report": 4,
     "rlhf_jax/generation": 5,
-    "rlhf_jax/inference": 5,
-    "rlhf_jax/losses": 5,
-    "rlhf_jax/rewards": 5,
-    "rlhf_jax/rewards/samples.py": 6,
-    "rlhf_jax/training": 7,
-    "rlhf_jax/config/derived.py": 6,
-    "rlhf_jax/training/prepare.py": 8,
-    "rlhf_jax/inference/scoring.py": 8,
-    "rlhf_jax/placement/presets.py": 8,
+    "rlhf_jax/rewards": 6,
+    "rlhf_jax/state.py": 6,
+    "rlhf_jax/inference": 7,
+    "rlhf_jax/memory": 8,
+    "rlhf_jax/sources": 8,
+    "rlhf_jax/training": 8,
     "rlhf_jax/algorithms": 9,
-    "rlhf_jax/config": 9,
-    "rlhf_jax/inference/overlap.py": 9,
-    "rlhf_jax/state.py": 10,
-    "rlhf_jax/placement/search": 10,
-    "rlhf_jax/sources": 11,
-    "rlhf_jax/run.py": 12,
-    "rlhf_jax/setup": 13,
-    "rlhf_jax/evaluation.py": 13,
-    "rlhf_jax/iteration.py": 13,
-    "rlhf_jax/planner": 14,
-    "rlhf_jax/session.py": 15,
-    "rlhf_jax/trainer.py": 16,
-    "configs": 17,
-    "rlhf_jax/__init__.py": 17,
-    "rlhf_jax/command": 17,
-    "benchmarks": 18,
-    "launch": 18,
+    "rlhf_jax/run.py": 9,
+    "rlhf_jax/evaluation.py": 10,
+    "rlhf_jax/iteration.py": 10,
+    "rlhf_jax/setup": 10,
+    "rlhf_jax/planner": 11,
+    "rlhf_jax/session.py": 11,
+    "rlhf_jax/trainer.py": 12,
+    "configs": 13,
+    "rlhf_jax/__init__.py": 13,
+    "rlhf_jax/command": 13,
+    "benchmarks": 14,
+    "launch": 14,
 }
 STAGES = ("generation", "inference", "training", "reallocation", "placement", "rewards")
 SERVICES = ("runtime", "monitoring", "data", "checkpoint", "report")
+# What a run imports where it needs it, if at all; its own commands import it at once.
+TOOLS = ("rlhf_jax/planner", "rlhf_jax/report")
+COMMANDS = "rlhf_jax/command"
 
 MOST_LINES = 400  # of a file
 MOST_TEST_LINES = 700  # of a file of tests or benchmarks
@@ -157,6 +149,49 @@ def import_cycles(sources: Sources) -> list[str]:
 
     for path in edges:
         visit(path, ())
+    return found
+
+
+def _import_lines(sources: Sources) -> Iterator[tuple[Source, ast.stmt, str]]:
+    """Yield (file, import statement, imported file) of the product, at any depth."""
+    product = of_product(sources)
+    modules = {one.module: one for one in product.values()}
+    for source in product.values():
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                alone = dataclasses.replace(source, tree=ast.Module([node], []))
+                for path in {modules[module].path for _, module, _ in imports(alone, modules)}:
+                    yield source, node, path
+
+
+def _folder(path: str) -> str:
+    """Return the package and the first folder of a file; itself where it lies in the package."""
+    parts = path.split("/")
+    return "/".join(parts[:2]) if len(parts) > 2 else path
+
+
+def two_way_rooms(sources: Sources) -> list[str]:
+    """List the imports between folders of a package that import each other.
+
+    A file that lies in the package itself is a folder of its own. `types.py` is for all.
+    """
+    lines: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
+    for source, node, path in _import_lines(sources):
+        pair = (_folder(source.path), _folder(path))
+        if pair[0] != pair[1] and not path.endswith(("__init__.py", "/types.py")):
+            lines[pair].append(f"{source.path}:{node.lineno} {ast.unparse(node)}")
+    both = [pair for pair in sorted(lines) if pair[::-1] in lines]
+    return [line for pair in both for line in lines[pair]]
+
+
+def eager_imports_of_tools(sources: Sources) -> list[str]:
+    """List the imports of `TOOLS`, outside of functions, by what is no command."""
+    found = []
+    for source, node, path in _import_lines(sources):
+        inside = {id(one) for f in functions(source) for one in ast.walk(f.node)}
+        free = (*TOOLS, COMMANDS)
+        if _folder(path) in TOOLS and _folder(source.path) not in free and id(node) not in inside:
+            found.append(f"{source.path}:{node.lineno} {ast.unparse(node)}")
     return found
 
 
@@ -394,6 +429,8 @@ RULES: dict[str, Rule] = {
     for rule in (
         imports_that_rise,
         import_cycles,
+        two_way_rooms,
+        eager_imports_of_tools,
         services_that_know_stages,
         flat_files,
         long_files,

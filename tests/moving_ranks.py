@@ -29,6 +29,7 @@ from rlhf_jax.generation.requests import (
     RoundReport,
     Sample,
 )
+from rlhf_jax.generation.slice_groups import SliceGroup, StageAborted, failed, slice_group_of
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.speculative.tree import PLAIN
@@ -37,10 +38,10 @@ from rlhf_jax.generation.strategy.choice import Choice
 from rlhf_jax.generation.strategy.expected_gain import expected_gains
 from rlhf_jax.generation.strategy.predict import Situation
 from rlhf_jax.mesh import Layout
+from rlhf_jax.model.shardings import model_shardings
 from rlhf_jax.model.transformer import init, unstack
 from rlhf_jax.runtime import distributed, joining
 from rlhf_jax.runtime.signals import Stopped
-from rlhf_jax.runtime.slice_groups import SliceGroup, StageAborted, failed, slice_group_of
 
 PACKED = trees.parse("replay-chain-8-packed-3")
 
@@ -55,7 +56,7 @@ def main(port: str, rank: int, ranks: int, slices: int, kernels: str) -> int:
     how = GenerationConfig(Sampling(1.0), (PLAIN,), (), max_rows=6, max_length=128, seed=3)
     mesh = meshes.make_mesh(1, -1, 1, slices=slices)
     layout = Layout(mesh, "generation", Kernels(*[kernels] * 4))
-    whole = jax.jit(lambda: target, out_shardings=meshes.model_shardings(target, layout))()
+    whole = jax.jit(lambda: target, out_shardings=model_shardings(target, layout))()
     slice_group = slice_group_of(layout)
     alone = {
         s.sample_id: s for s in generate(target, None, wanted, how, Layout(kernels=layout.kernels))

@@ -12,9 +12,9 @@ from rlhf_jax.command.config import keys
 from rlhf_jax.config import algorithms, default, derived, earlier
 from rlhf_jax.config.checks import require_positive
 from rlhf_jax.config.command_line import read
+from rlhf_jax.config.derived import aggregate_name
 from rlhf_jax.config.schema import EARLIER, flat
 from rlhf_jax.sequences.minibatches import minibatches
-from rlhf_jax.training.settings import aggregate_name
 
 
 @dataclasses.dataclass(frozen=True)

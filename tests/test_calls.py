@@ -9,8 +9,8 @@ import tiny_run
 import rlhf_jax
 from rlhf_jax.config import command_line
 from rlhf_jax.monitoring import console
-from rlhf_jax.monitoring.report.run import read_run
-from rlhf_jax.monitoring.report.warnings import warnings
+from rlhf_jax.report.run import read_run
+from rlhf_jax.report.warnings import warnings
 
 PROMPTS = [f"Say {word}" for word in "abcdefgh"]
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from compilers import devices, needs_libtpu
 
-from rlhf_jax.config.hardware import parse_hardware
 from rlhf_jax.mesh import make_mesh
-from rlhf_jax.placement.chips import GPUS, TPUS, is_box, ring_bandwidth
-from rlhf_jax.placement.search.parts import part_sizes, part_starts
+from rlhf_jax.planner.chips import GPUS, TPUS, is_box, ring_bandwidth
+from rlhf_jax.planner.hardware import parse_hardware
+from rlhf_jax.planner.search.parts import part_sizes, part_starts
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_jax.mesh import make_mesh
-from rlhf_jax.placement.search.collectives import find_collectives, group_size, shape_bytes
+from rlhf_jax.planner.search.collectives import find_collectives, group_size, shape_bytes
 
 pytestmark = pytest.mark.usefixtures("compiled_well")
 

@@ -25,12 +25,13 @@ from benchmarks import kernels
 from benchmarks.compiled import programs as compiled_programs
 from benchmarks.machine_code import compile_to_machine_code, shared_memory
 from benchmarks.shapes import SHAPES
-from rlhf_jax.config import command_line, memory
-from rlhf_jax.config.hardware import parse_hardware
-from rlhf_jax.placement.search.collectives import find_collectives
+from rlhf_jax.config import command_line
+from rlhf_jax.memory import estimate
+from rlhf_jax.planner.hardware import parse_hardware
 from rlhf_jax.planner.placed_calls import CallProgram, PlacedCalls
 from rlhf_jax.planner.planned import plan_run
 from rlhf_jax.planner.programs import programs
+from rlhf_jax.planner.search.collectives import find_collectives
 from rlhf_jax.planner.topology import topology_devices
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("uncached", "compiled_well")]
@@ -229,7 +230,9 @@ def assert_one_cache(calls: PlacedCalls, compiled: Compiled) -> None:
     """A round has no second cache beside the one that it is given."""
     run = calls.run("generation")
     sizes = compiled.memory_analysis()
-    assert sizes is not None and sizes.temp_size_in_bytes < run.rows(memory.decode_state(run).cache)
+    assert sizes is not None and sizes.temp_size_in_bytes < run.rows(
+        estimate.decode_state(run).cache
+    )
 
 
 def assert_no_logits_of_all_tokens(calls: PlacedCalls, call: str, compiled: Compiled) -> None:

@@ -10,11 +10,12 @@ import sys
 
 import pytest
 
-from rlhf_jax.config import checks, command_line, default, derived, validation
+from rlhf_jax.config import checks, command_line, default, derived
 from rlhf_jax.config import schema as configs
-from rlhf_jax.config.reward_checks import OWN_MEASURES
 from rlhf_jax.mesh import ONE_DEVICE
 from rlhf_jax.monitoring.callbacks import StopAt
+from rlhf_jax.setup import validation
+from rlhf_jax.setup.reward_checks import OWN_MEASURES
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import ModelConfig, ModelConfigs
 

@@ -15,23 +15,18 @@ from test_pod import Target, gradient_program, master, micro_batch, packed_of, s
 from benchmarks.compiled import weights
 from rlhf_jax.algorithms.grpo import POLICY_LOSS
 from rlhf_jax.config import default
-from rlhf_jax.config.hardware import parse_hardware
-from rlhf_jax.config.sizes import PlannedRun
 from rlhf_jax.inference.scoring import score_packed
+from rlhf_jax.memory.sizes import PlannedRun
 from rlhf_jax.mesh import AXES, ONE_DEVICE, Layout, abstract_mesh, make_mesh
 from rlhf_jax.model import transformer
 from rlhf_jax.model.attention import packed_block
 from rlhf_jax.model.flops import count_flops
-from rlhf_jax.placement.chips import ASSUMED, TPUS
-from rlhf_jax.placement.search.collectives import find_collectives
-from rlhf_jax.placement.search.costs import forward_flops, gradient_flops
-from rlhf_jax.placement.search.traffic import (
-    ShardedModel,
-    Tokens,
-    forward_traffic,
-    gradient_traffic,
-)
+from rlhf_jax.planner.chips import ASSUMED, TPUS
 from rlhf_jax.planner.describe import predict_calls
+from rlhf_jax.planner.hardware import parse_hardware
+from rlhf_jax.planner.search.collectives import find_collectives
+from rlhf_jax.planner.search.costs import forward_flops, gradient_flops
+from rlhf_jax.planner.search.traffic import ShardedModel, Tokens, forward_traffic, gradient_traffic
 from rlhf_jax.planner.shapes import pairs_of_texts
 from rlhf_jax.training.gradients import accumulate
 from rlhf_jax.training.settings import TrainingSettings

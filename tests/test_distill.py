@@ -21,13 +21,14 @@ from tiny_run import ROOT, lines
 
 from rlhf_jax import mesh
 from rlhf_jax.command import export
-from rlhf_jax.config import default, validation
+from rlhf_jax.config import default
+from rlhf_jax.generation.decoding import completed, decoding_weights, student_for
 from rlhf_jax.generation.speculative.sampling import draw
 from rlhf_jax.mesh import Layout
-from rlhf_jax.model.decoding import completed, decoding_weights, student_for
 from rlhf_jax.model.transformer import forward, init, logits
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.sequences.batch import PackedSequences, Sequences
+from rlhf_jax.setup import validation
 from rlhf_jax.training.distill import (
     DISTILLATION,
     Distillation,
@@ -39,7 +40,7 @@ from rlhf_jax.training.distill import (
 from rlhf_jax.training.gradients import Gradient, Learner, accumulate
 from rlhf_jax.training.learn import trained
 from rlhf_jax.training.settings import TrainingSettings
-from rlhf_jax.types import Layer, Trained
+from rlhf_jax.types import Trained
 
 CONFIG = TrainingSettings(microbatch_rows=2, temperature=0.8, chunk=6, seed=5)
 DISTILL = {
@@ -119,7 +120,9 @@ def whole_logits(model, tokens):
 def test_a_student_has_first_last_and_layers_between(policy):
     student = student_of(policy, 3)
     assert student.embed is None and student.head is None and student.config.num_layers == 3
-    np.testing.assert_array_equal(student.layers.query, policy.layers.query[np.array([0, 2, 3])])
+    np.testing.assert_array_equal(
+        student.layers["query"], policy.layers["query"][np.array([0, 2, 3])]
+    )
     with pytest.raises(ValueError, match="student of 5 layers cannot be made of 4"):
         student_of(policy, 5)
 
@@ -196,10 +199,10 @@ def test_the_split_over_devices_and_micro_batches_changes_nothing(policy):
         functools.partial(np.testing.assert_allclose, atol=2e-5), student.weights, other.weights
     )
     assert int(student.version) == int(other.version) == 1
-    assert isinstance(other.weights.layers, Layer)
-    assert not cast(jax.Array, other.weights.layers.gate).sharding.is_fully_replicated
-    assert isinstance(teacher.layers, Layer)
-    np.testing.assert_array_equal(teacher.layers.query, policy.layers.query)
+    assert isinstance(other.weights.layers, dict)
+    assert not cast(jax.Array, other.weights.layers["gate"]).sharding.is_fully_replicated
+    assert isinstance(teacher.layers, dict)
+    np.testing.assert_array_equal(teacher.layers["query"], policy.layers["query"])
 
 
 def test_without_a_token_nothing_is_learned(policy):

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import pytest
 import tiny_run
 
-from rlhf_jax.config import default, derived
+from rlhf_jax.config import default
+from rlhf_jax.generation import drafting
 from rlhf_jax.generation.speculative import protocol
 from rlhf_jax.runtime.extensions import Table, is_of_file
+from rlhf_jax.setup.opened import register_own
 
 OWN = """
 import dataclasses
@@ -214,18 +216,18 @@ def test_what_cannot_be_is_one_sentence_before_weights_are_read(tmp_path, key, v
 
 def test_a_drafter_of_a_file_is_registered_once_however_many_runs_name_it(tmp_path, monkeypatch):
     monkeypatch.setattr(protocol, "DRAFTERS", dict(protocol.DRAFTERS))
-    monkeypatch.setattr(derived, "DRAFTERS", protocol.DRAFTERS)
+    monkeypatch.setattr(drafting, "DRAFTERS", protocol.DRAFTERS)
     (tmp_path / "own.py").write_text(OWN)
     config = default()
     config.generation.drafters = (f"{tmp_path}/own.py:Repeats",)
-    derived.register_own(config)
+    register_own(config)
     first = protocol.DRAFTERS["repeats"]
-    derived.register_own(config)
+    register_own(config)
     again = protocol.DRAFTERS["repeats"]
     assert again == first and hash(again) == hash(first), "no program is compiled anew"
     (tmp_path / "own.py").write_text(OWN + "# another class of the same name\n")
     with pytest.raises(ValueError, match="a drafter called 'repeats' already"):
-        derived.register_own(config)
+        register_own(config)
 
 
 def test_a_table_reads_a_file_once_it_is_asked_for(tmp_path):

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from rlhf_jax.model import transformer, weight_table
-from rlhf_jax.model.families import FAMILIES
-from rlhf_jax.model.families.family import GGUF_NAMES, Family
+from rlhf_jax.model.families import FAMILIES, QWEN3
+from rlhf_jax.model.families.family import LAYER_WEIGHTS, Family
 from rlhf_jax.model.weights import gguf, gguf_file, huggingface
 from rlhf_jax.model.weights.source import find_ends, open_source
 from rlhf_jax.types import Model, ModelConfig, RopeScaling
@@ -57,12 +57,13 @@ def write_metadata(writer: gguf_package.GGUFWriter, config: ModelConfig) -> None
 
 def write_weights(writer: gguf_package.GGUFWriter, model: Model, kind: Kind) -> None:
     config = model.config
-    names = weight_table.stored_names(config, FAMILIES[config.family].gguf_names)
+    names = weight_table.stored_names(config, "gguf")
     for key, name in names.items():
-        field = key.field
         array = np.array(weight_table.stored_weight(model, key), np.float32)
-        if field in ("query", "key") and config.family == "llama":
-            array = interleave(array, config.num_heads if field == "query" else config.num_kv_heads)
+        if key.name in ("query", "key") and config.family == "llama":
+            array = interleave(
+                array, config.num_heads if key.name == "query" else config.num_kv_heads
+            )
         if array.ndim == 2 and kind != Kind.F32:
             writer.add_tensor(name, gguf_package.quantize(array, kind), raw_dtype=kind)
         else:
@@ -155,15 +156,15 @@ def test_other_architectures_and_tokenizers_are_refused(tmp_path: Path):
 
 def test_a_family_is_one_entry_of_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A toy with an architecture of its own, and a name of its own for one weight."""
+    gate = LAYER_WEIGHTS["gate"]._replace(gguf="blk.{layer}.ffn_w1.weight")
     toy = Family(
         name="toy",
         class_prefix="Toy",
-        qk_norm=True,
+        weights={**QWEN3.weights, "gate": gate},
         gguf_architecture="toy-architecture",
-        gguf_names=GGUF_NAMES | {"gate": "blk.{layer}.ffn_w1.weight"},
     )
     monkeypatch.setitem(FAMILIES, toy.name, toy)
-    config = ModelConfig("toy", 40, 16, 24, 2, 2, 1, 8, 64, qk_norm=True)
+    config = ModelConfig("toy", 40, 16, 24, 2, 2, 1, 8, 64)
     model = transformer.init(jax.random.key(0), config)
     path = write_gguf(tmp_path / "toy.gguf", model, family="toy-architecture")
     assert "blk.1.ffn_w1.weight" in gguf_file.open_file(path).tensors

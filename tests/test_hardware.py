@@ -9,11 +9,12 @@ import pytest
 from test_memory import LARGE, LLAMA_1B, LLAMA_8B, QWEN_05B, SMOLLM2, load
 
 from rlhf_jax import command
-from rlhf_jax.config import memory, memory_parts
-from rlhf_jax.config.hardware import Hardware, parse_hardware
+from rlhf_jax.memory import estimate
+from rlhf_jax.memory import parts as memory_parts
 from rlhf_jax.model.published import shape_of
 from rlhf_jax.model.weight_table import weight_keys
 from rlhf_jax.planner import planned
+from rlhf_jax.planner.hardware import Hardware, parse_hardware
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_the_large_configs_are_planned_as_before_from_their_names_alone(name):
     stages = {
         stage: memory_parts.total(found.parts, stage) for stage in ("generation", "inference")
     }
-    kept = memory.fullest(config, sizes.models, found.plan, found.layouts, found.remat)
+    kept = estimate.fullest(config, sizes.models, found.plan, found.layouts, found.remat)
     assert stages == {stage: memory_parts.total(kept, stage) for stage in stages}
 
 

@@ -15,6 +15,8 @@ import pytest
 LIMITS = {
     "imports_that_rise": 0,
     "import_cycles": 0,
+    "two_way_rooms": 0,
+    "eager_imports_of_tools": 0,
     "services_that_know_stages": 0,
     "flat_files": 8,
     "long_files": 0,
@@ -62,6 +64,14 @@ def test_imports_go_down_the_floors(project):
     assert not [str(room) for room in rooms if not room.exists()], "rooms that are not there"
 
 
+def test_no_two_rooms_import_each_other(project):
+    check(project, ["two_way_rooms"])
+
+
+def test_only_commands_import_planner_and_report_at_once(project):
+    check(project, ["eager_imports_of_tools"])
+
+
 def test_files_and_functions_are_one_idea_each(project):
     everything = house_sources.read(house.ROOT, (*house_sources.PROJECT, "tests"))
     check(everything, ["flat_files", "long_files", "long_bodies"])
@@ -104,6 +114,30 @@ CASES = {
     "import_cycles": (
         [{TYPES: "def f():\n    from . import mesh", MESH: "from rlhf_jax.types import x"}],
         [{TYPES: "", MESH: "from rlhf_jax.types import x"}],
+    ),
+    "two_way_rooms": (
+        [
+            {
+                "rlhf_jax/data/a.py": "from rlhf_jax.model import b",
+                "rlhf_jax/model/b.py": "",
+                "rlhf_jax/model/c.py": "def f():\n    import rlhf_jax.data.d",
+                "rlhf_jax/data/d.py": "",
+            }
+        ],
+        [
+            {"rlhf_jax/data/a.py": "from . import b", "rlhf_jax/data/b.py": "from . import a"},
+            {MESH: "from rlhf_jax import types", TYPES: "from rlhf_jax import mesh"},
+        ],
+    ),
+    "eager_imports_of_tools": (
+        [{"rlhf_jax/run.py": "from rlhf_jax.report import a", "rlhf_jax/report/a.py": ""}],
+        [
+            {
+                "rlhf_jax/run.py": "def f():\n    from rlhf_jax.report import a",
+                "rlhf_jax/report/a.py": "",
+                "rlhf_jax/command/b.py": "from rlhf_jax.report import a",
+            }
+        ],
     ),
     "services_that_know_stages": (
         [{"rlhf_jax/data/a.py": "import rlhf_jax.training.b", "rlhf_jax/training/b.py": ""}],

@@ -20,12 +20,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from rlhf_jax.model import transformer
-from rlhf_jax.model.families import FAMILIES
-from rlhf_jax.model.families.family import HUGGINGFACE_NAMES, Family
+from rlhf_jax.model.families import FAMILIES, QWEN2, QWEN3
+from rlhf_jax.model.families.family import LAYER_WEIGHTS, Family
 from rlhf_jax.model.weights import huggingface
 from rlhf_jax.model.weights.huggingface_config import read_config
 from rlhf_jax.model.weights.source import open_source
-from rlhf_jax.types import Layer, Model, ModelConfig, RopeScaling
+from rlhf_jax.types import Model, ModelConfig, RopeScaling
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = sorted(path.parent.name for path in GOLDEN.glob("*/golden.safetensors"))
@@ -137,14 +137,12 @@ def shardings_of(config: ModelConfig, mesh: Mesh) -> Model:
     whole.
     """
 
-    def choose(shape: tuple[int, ...]) -> NamedSharding:
-        axes = [axis for axis, size in enumerate(shape) if size % mesh.size == 0]
-        split = ["all" if axes and axis == axes[-1] else None for axis in range(len(shape))]
+    def choose(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        axes = [axis for axis, size in enumerate(leaf.shape) if size % mesh.size == 0]
+        split = ["all" if axes and axis == axes[-1] else None for axis in range(leaf.ndim)]
         return NamedSharding(mesh, PartitionSpec(*split))
 
-    return jax.tree.map(
-        choose, transformer.weight_shapes(config), is_leaf=lambda x: isinstance(x, tuple)
-    )
+    return jax.tree.map(choose, transformer.abstract_weights(config))
 
 
 def test_each_device_reads_only_its_own_part(monkeypatch: pytest.MonkeyPatch):
@@ -164,9 +162,9 @@ def test_each_device_reads_only_its_own_part(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jax, "make_array_from_callback", recording)
     sharded = huggingface.load(GOLDEN / "llama", jnp.float32, shardings)
     assert parts and all(read == own for read, own in parts)
-    assert isinstance(sharded.layers, Layer) and isinstance(shardings.layers, Layer)
-    query = cast(jax.Array, sharded.layers.query)
-    assert query.sharding == shardings.layers.query
+    assert isinstance(sharded.layers, dict) and isinstance(shardings.layers, dict)
+    query = cast(jax.Array, sharded.layers["query"])
+    assert query.sharding == shardings.layers["query"]
     assert not query.is_fully_replicated
     monkeypatch.undo()
     assert_same(sharded, huggingface.load(GOLDEN / "llama", jnp.float32))
@@ -383,27 +381,26 @@ def test_a_hub_name_without_a_network_is_one_sentence(monkeypatch: pytest.Monkey
 def test_init_has_the_layout_that_is_saved(tiny: ModelConfig, tmp_path: Path):
     config = dataclasses.replace(tiny, tied=False, norm_eps=1e-6)
     model = transformer.init(jax.random.key(0), config)
-    assert isinstance(model.layers, Layer)
+    assert isinstance(model.layers, dict)
     huggingface.save(tmp_path / "saved", model, None, (2,), jnp.float32)
     assert_same(huggingface.load(tmp_path / "saved", jnp.float32), model)
 
 
 def test_a_family_is_one_entry_of_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A toy with both biases and norms, windows, and a name of its own for one weight."""
+    gate = LAYER_WEIGHTS["gate"]._replace(huggingface="model.layers.{layer}.mlp.w1.weight")
     toy = Family(
         name="toy",
         class_prefix="Toy",
         models="Toy 1",
         required_keys=("head_dim",),
         always_windowed=True,
-        qkv_bias=True,
-        qk_norm=True,
-        huggingface_names=HUGGINGFACE_NAMES | {"gate": "model.layers.{layer}.mlp.w1.weight"},
+        weights={**QWEN2.weights, **QWEN3.weights, "gate": gate},
     )
     folder = tmp_path / "toy"
-    config = ModelConfig("toy", 40, 16, 24, 2, 2, 1, 8, 64, qkv_bias=True, qk_norm=True)
-    model = transformer.init(jax.random.key(0), config)
+    config = ModelConfig("toy", 40, 16, 24, 2, 2, 1, 8, 64)
     monkeypatch.setitem(FAMILIES, toy.name, toy)
+    model = transformer.init(jax.random.key(0), config)
     huggingface.save(folder, model, None, (2,), jnp.float32)
     assert_same(huggingface.load(folder, jnp.float32), model)
     assert "model.layers.1.mlp.w1.weight" in load_file(folder / "model.safetensors")

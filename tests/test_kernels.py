@@ -27,11 +27,12 @@ from pallas_kernels.dispatch import INTERPRETED, REFERENCE, Kernels, choose
 from rlhf_jax import mesh as meshes
 from rlhf_jax.cache.cache import Window
 from rlhf_jax.cache.contiguous import ContiguousCache
+from rlhf_jax.generation.decoding import decoding_weights
 from rlhf_jax.generation.speculative.sampling import Sampling, block_noise, draw, draw_inside
 from rlhf_jax.inference.logprobs import logprobs_and_entropy
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model import kernels as laid
-from rlhf_jax.model.decoding import decoding_weights
+from rlhf_jax.model.shardings import model_shardings
 from rlhf_jax.model.transformer import init, logits, stack, unstack
 from rlhf_jax.types import ModelConfig
 
@@ -311,7 +312,7 @@ def test_log_probs_and_their_gradients_are_the_same_with_the_kernel(sizes, vocab
         return sum((part * weight).sum() for part, weight in zip(said, weights, strict=True)), said
 
     given = jax.jit(jax.value_and_grad(weighed, has_aux=True), static_argnums=1)
-    placed = jax.device_put(model, meshes.model_shardings(model, layout)) if mesh else model
+    placed = jax.device_put(model, model_shardings(model, layout)) if mesh else model
     (_, said), gradient = given(placed, layout)
     (_, wanted), theirs = given(model, alone)
     for ours, other in zip(

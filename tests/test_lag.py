@@ -21,16 +21,18 @@ import tiny_run
 from tiny_run import ROOT, lines
 
 from rlhf_jax import iteration
-from rlhf_jax.config import default, derived, generation_checks, memory, schema
+from rlhf_jax.config import default, schema
 from rlhf_jax.config.command_line import read
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.generation.ahead import SamplesAhead, restore_samples
 from rlhf_jax.generation.requests import Request, Sample, as_sequences
+from rlhf_jax.memory import estimate
 from rlhf_jax.placement.presets import plan_of
 from rlhf_jax.runtime.beside import Abandoned, WorkBeside
 from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.session import Session
-from rlhf_jax.setup.opened import date_of_run, prepare
+from rlhf_jax.setup import generation_checks
+from rlhf_jax.setup.opened import date_of_run, prepare, register_own
 from rlhf_jax.sources import rollouts
 from rlhf_jax.sources.ahead import RolloutsAhead, samples_ahead
 from rlhf_jax.training.importance import importance_weights, weigh_advantages
@@ -199,7 +201,7 @@ def lagged(**changes) -> schema.Config:
 )
 def test_a_lag_that_cannot_be_is_told_in_a_sentence(changes, words):
     config = lagged(**changes)
-    derived.register_own(config)
+    register_own(config)
     with pytest.raises(ValueError, match=words.replace("(", r"\(")) as error:
         generation_checks.check_lag(config, plan_of(config, 8))
     assert "\n" not in str(error.value)
@@ -297,7 +299,7 @@ def test_generation_holds_the_weights_once_as_is_foreseen(run, monkeypatch, lag)
         devices_of_generation[:] = layout.devices.flat
         before = held_by(layout.devices.flat, left)
         models = jax.block_until_ready(place(train, frozen, layout))
-        parts = memory.plan(config, ModelConfigs(models[0].config), {"generation": layout}, True)
+        parts = estimate.plan(config, ModelConfigs(models[0].config), {"generation": layout}, True)
         foreseen = next(part.bytes for part in parts if part.name == "policy, for generation")
         found.append((before, held_by(layout.devices.flat, left), foreseen))
         return models

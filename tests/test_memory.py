@@ -19,15 +19,19 @@ from benchmarks import compiled
 from rlhf_jax import mesh
 from rlhf_jax.algorithms.grpo import POLICY_LOSS
 from rlhf_jax.algorithms.ppo import CRITIC_LOSS
-from rlhf_jax.config import command_line, default, derived, host, memory, memory_parts, validation
+from rlhf_jax.config import command_line, default, derived
 from rlhf_jax.config import schema as configs
 from rlhf_jax.generation import rows, scheduler
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.inference.scoring import score_packed
 from rlhf_jax.inference.values import critic_of
+from rlhf_jax.memory import estimate, host
+from rlhf_jax.memory import parts as memory_parts
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model import transformer
+from rlhf_jax.model.shardings import model_shardings
 from rlhf_jax.runtime.host_memory import host_memory
+from rlhf_jax.setup import validation
 from rlhf_jax.training.distill import DISTILLATION, student_config, student_of
 from rlhf_jax.training.gradients import accumulate
 from rlhf_jax.training.settings import TrainingSettings
@@ -67,7 +71,6 @@ QWEN_05B = ModelConfig(
     max_context=32_768,
     rope_theta=1_000_000.0,
     tied=True,
-    qkv_bias=True,
 )
 SMOLLM2 = ModelConfig(
     family="llama",
@@ -131,7 +134,7 @@ def everywhere(
     scored = [f"{role}_inference" for role in ("policy", "critic", "reward")]
     calls = (*derived.calls(config), *scored, "critic_training")
     again = config.training.remat != "off" if remat is None else remat
-    return memory.plan(config, models, dict.fromkeys(calls, layout), again)
+    return estimate.plan(config, models, dict.fromkeys(calls, layout), again)
 
 
 def planning(dtype: Any = jnp.float32, **shape: int) -> Layout:
@@ -161,11 +164,11 @@ def test_weights_optimizer_and_caches_are_exact(tiny, config, shape):
     devices = mesh.make_mesh(*shape)
     layout = Layout(devices)
     model = transformer.init(jax.random.key(0), tiny)
-    policy = jax.device_put(model, mesh.model_shardings(model, layout))
+    policy = jax.device_put(model, model_shardings(model, layout))
     critic = critic_of(model)
-    critic = jax.device_put(critic, mesh.model_shardings(critic, layout))
+    critic = jax.device_put(critic, model_shardings(critic, layout))
     half = transformer.cast(model, jnp.bfloat16)
-    copy = jax.device_put(half, mesh.model_shardings(half, Layout(devices, "generation")))
+    copy = jax.device_put(half, model_shardings(half, Layout(devices, "generation")))
     config.generation.strategy = "lookup-chain-4"
     config.generation.history_tokens = 0
     config.algorithm.name = "ppo"
@@ -273,20 +276,20 @@ def test_remat_is_settled_by_the_plan(config):
     where = ModelConfigs(LLAMA_1B), planning(jnp.bfloat16, fsdp=4)
     parts = everywhere(config, *where, remat=False)
     _, without = memory_parts.peak(parts)
-    assert memory.settle_remat(config, parts, without / memory.ROOM * 1.01)[0] is False
-    remat, reason = memory.settle_remat(config, parts, without)
+    assert estimate.settle_remat(config, parts, without / estimate.ROOM * 1.01)[0] is False
+    remat, reason = estimate.settle_remat(config, parts, without)
     assert remat and f"{without / 1e9:.1f} of {without / 1e9:.1f} GB" in reason
-    assert memory.settle_remat(config, parts, None)[0] is True
+    assert estimate.settle_remat(config, parts, None)[0] is True
     for asked in ("on", "off"):
         config.training.remat = asked
-        again, reason = memory.settle_remat(config, parts, 1.0)
+        again, reason = estimate.settle_remat(config, parts, 1.0)
         assert again is (asked == "on") and "training.remat asks for it" in reason
 
 
 def test_device_memory_is_asked_of_the_config_first(config):
-    assert memory.device_memory(config, jax.devices("cpu")[0]) is None
+    assert estimate.device_memory(config, jax.devices("cpu")[0]) is None
     config.mesh.device_memory_gb = 2.5
-    assert memory.device_memory(config, jax.devices("cpu")[0]) == 2.5e9
+    assert estimate.device_memory(config, jax.devices("cpu")[0]) == 2.5e9
 
 
 LIMITS = {  # the lines of /proc/self/cgroup, files below /sys/fs/cgroup, and the bytes they leave

@@ -16,14 +16,20 @@ from rlhf_jax import mesh as meshes
 from rlhf_jax.cache.contiguous import ContiguousCache
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model import transformer
+from rlhf_jax.model.families import FAMILIES, QWEN2, QWEN3, Family, weight_at
+from rlhf_jax.model.shardings import model_shardings, unsplit
 from rlhf_jax.types import ModelConfig
 
+WEIGHTS = {**QWEN2.weights, **QWEN3.weights}
 SHAPES = [(2, 2, 2), (1, 8, 1), (1, 4, 2), (8, 1, 1), (1, 1, 8)]
 
 
 @pytest.fixture
-def config(tiny) -> ModelConfig:
-    return dataclasses.replace(tiny, tied=False, qkv_bias=True, qk_norm=True)
+def config(tiny, monkeypatch) -> ModelConfig:
+    """Of a family with every weight that there is."""
+    every = Family("every", "Every", weights=WEIGHTS)
+    monkeypatch.setitem(FAMILIES, every.name, every)
+    return dataclasses.replace(tiny, tied=False, family=every.name)
 
 
 @pytest.fixture
@@ -80,50 +86,55 @@ def test_sizes_that_do_not_fit_are_refused_in_one_sentence(wanted):
 
 def test_slices_split_the_width_in_training_and_repeat_the_weights_in_generation(model):
     training = Layout(meshes.make_mesh(1, 2, 2, slices=2))
-    shapes = shard_shapes(model, meshes.model_shardings(model, training))
-    assert shapes.layers.down == (2, 32, 8)
+    shapes = shard_shapes(model, model_shardings(model, training))
+    assert shapes.layers["down"] == (2, 32, 8)
     generation = dataclasses.replace(training, role="generation")
-    repeated = jax.device_put(model, meshes.model_shardings(model, generation))
+    repeated = jax.device_put(model, model_shardings(model, generation))
     first, second = generation.split()
     assert not set(first.devices.flat) & set(second.devices.flat)
     for part in (first, second):
         own = meshes.on_slice(repeated, part)
-        assert own.layers.down.sharding == meshes.model_shardings(own, part).layers.down
-        held = {shard.data.unsafe_buffer_pointer() for shard in own.layers.down.addressable_shards}
+        assert own.layers["down"].sharding == model_shardings(own, part).layers["down"]
+        held = {
+            shard.data.unsafe_buffer_pointer() for shard in own.layers["down"].addressable_shards
+        }
         assert held <= {
-            shard.data.unsafe_buffer_pointer() for shard in repeated.layers.down.addressable_shards
+            shard.data.unsafe_buffer_pointer()
+            for shard in repeated.layers["down"].addressable_shards
         }
         jax.tree.map(np.testing.assert_array_equal, own, model)
 
 
 def test_slices_of_a_pipeline_have_their_own_layers_without_a_copy(model):
     layout = Layout(meshes.make_mesh(1, 2, 2, slices=2), "pipelined")
-    placed = jax.device_put(model, meshes.model_shardings(model, layout))
-    assert shard_shapes(model, meshes.model_shardings(model, layout)).layers.down == (1, 32, 16)
+    placed = jax.device_put(model, model_shardings(model, layout))
+    assert shard_shapes(model, model_shardings(model, layout)).layers["down"] == (1, 32, 16)
     buffers = {
-        shard.data.unsafe_buffer_pointer() for shard in placed.layers.down.addressable_shards
+        shard.data.unsafe_buffer_pointer() for shard in placed.layers["down"].addressable_shards
     }
     for index, part in enumerate(layout.split()):
         own = meshes.on_slice(placed, part)
-        assert own.layers.down.sharding == meshes.model_shardings(own, part).layers.down
-        held = {shard.data.unsafe_buffer_pointer() for shard in own.layers.down.addressable_shards}
+        assert own.layers["down"].sharding == model_shardings(own, part).layers["down"]
+        held = {
+            shard.data.unsafe_buffer_pointer() for shard in own.layers["down"].addressable_shards
+        }
         assert len(held) == 4 and held <= buffers
         expected = jax.tree.map(lambda leaf, at=index: leaf[at : at + 1], model.layers)
         jax.tree.map(np.testing.assert_array_equal, own.layers, expected)
     # and of the rest a part, as in training
-    assert shard_shapes(model, meshes.model_shardings(model, layout)).embed == (160, 8)
+    assert shard_shapes(model, model_shardings(model, layout)).embed == (160, 8)
 
 
 def test_training_splits_width_over_fsdp_and_heads_over_tensor(model):
-    shapes = shard_shapes(model, meshes.model_shardings(model, Layout(meshes.make_mesh(2, 2, 2))))
+    shapes = shard_shapes(model, model_shardings(model, Layout(meshes.make_mesh(2, 2, 2))))
     assert shapes.embed == (160, 16)
     assert shapes.head == (16, 160)
-    assert shapes.layers.query == (2, 16, 2, 8)
-    assert shapes.layers.key == (2, 16, 1, 8)
-    assert shapes.layers.output == (2, 2, 8, 16)
-    assert shapes.layers.down == (2, 32, 16)
-    assert shapes.layers.query_bias == (2, 2, 8)
-    assert shapes.layers.query_norm == (2, 8)
+    assert shapes.layers["query"] == (2, 16, 2, 8)
+    assert shapes.layers["key"] == (2, 16, 1, 8)
+    assert shapes.layers["output"] == (2, 2, 8, 16)
+    assert shapes.layers["down"] == (2, 32, 16)
+    assert shapes.layers["query_bias"] == (2, 2, 8)
+    assert shapes.layers["query_norm"] == (2, 8)
     assert shapes.norm == (32,)
 
 
@@ -131,25 +142,26 @@ def test_training_splits_width_over_fsdp_and_heads_over_tensor(model):
 def test_generation_splits_over_tensor_only(model, stacked):
     model = model if stacked else transformer.unstack(model)
     shapes = shard_shapes(
-        model, meshes.model_shardings(model, Layout(meshes.make_mesh(2, 2, 2), "generation"))
+        model, model_shardings(model, Layout(meshes.make_mesh(2, 2, 2), "generation"))
     )
     layer = shapes.layers if stacked else shapes.layers[1]
     assert shapes.embed == (160, 32)
-    assert layer.query[-3:] == (32, 2, 8)
-    assert layer.down[-2:] == (32, 32)
+    assert layer["query"][-3:] == (32, 2, 8)
+    assert layer["down"][-2:] == (32, 32)
 
 
 def test_every_weight_is_in_the_table(model):
-    names = {path[-1].name for path, _ in jax.tree_util.tree_leaves_with_path(model)}
-    assert names == set(meshes.WEIGHT_AXES)
+    assert {*model.layers} == {*WEIGHTS}
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path({"policy": model}["policy"])]
+    assert all(weight_at(path) for path in paths) and len(paths) == len(WEIGHTS) + 3
 
 
 def test_optimizer_state_lies_as_its_parameters(model):
     mesh = meshes.make_mesh(1, 4, 2)
     layout = Layout(mesh)
     state = jax.eval_shape(optax.adamw(1e-3).init, model)
-    split = meshes.model_shardings(state, layout)
-    assert split[0].mu == meshes.model_shardings(model, layout)
+    split = model_shardings(state, layout)
+    assert split[0].mu == model_shardings(model, layout)
     assert split[0].nu == split[0].mu
     assert split[0].count == NamedSharding(mesh, PartitionSpec())
 
@@ -158,26 +170,26 @@ def test_what_does_not_divide_stays_whole_and_is_listed(config):
     config = dataclasses.replace(config, num_heads=6, num_kv_heads=3, vocab_size=321)
     model = transformer.init(jax.random.key(0), config)
     layout = Layout(meshes.make_mesh(2, 2, 2))
-    shapes = shard_shapes(model, meshes.model_shardings(model, layout))
-    assert shapes.layers.key == (2, 16, 3, 8)
+    shapes = shard_shapes(model, model_shardings(model, layout))
+    assert shapes.layers["key"] == (2, 16, 3, 8)
     assert shapes.embed == (321, 16)
-    lines = meshes.unsplit(model, layout)
-    assert ".layers.key: 3 is not divisible by tensor=2" in lines
+    lines = unsplit(model, layout)
+    assert ".layers['key']: 3 is not divisible by tensor=2" in lines
     assert sorted(line.split(":")[0] for line in lines) == sorted(
         [
             ".embed",
             ".head",
-            ".layers.key",
-            ".layers.value",
-            ".layers.key_bias",
-            ".layers.value_bias",
+            ".layers['key']",
+            ".layers['value']",
+            ".layers['key_bias']",
+            ".layers['value_bias']",
         ]
     )
 
 
 def test_a_scalar_head_is_split_by_width_only(model):
     critic = dataclasses.replace(model, head=jnp.zeros((32, 1)))
-    split = meshes.model_shardings(critic, Layout(meshes.make_mesh(1, 4, 2)))
+    split = model_shardings(critic, Layout(meshes.make_mesh(1, 4, 2)))
     assert split.head.shard_shape((32, 1)) == (8, 1)
 
 
@@ -200,12 +212,12 @@ def test_rows_lie_over_data_and_fsdp_and_caches_over_tensor_too(config):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bytes_per_device_are_the_bytes_on_the_device(model, shape):
     layout = Layout(meshes.make_mesh(*shape))
-    shardings = meshes.model_shardings(model, layout)
+    shardings = model_shardings(model, layout)
     placed = jax.device_put(model, shardings)
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(placed))
     assert layout.mesh is not None
     abstract = meshes.abstract_mesh(dict(layout.mesh.shape))
-    planned = meshes.model_shardings(model, Layout(abstract))
+    planned = model_shardings(model, Layout(abstract))
     assert meshes.bytes_per_device(model, planned) == held
 
 
@@ -221,6 +233,6 @@ def test_forward_on_eight_devices_equals_one(model, role, shape):
         return transformer.logits(model, transformer.forward(model, tokens, positions)[0])
 
     alone = run(model, tokens, positions)
-    placed = jax.device_put(model, meshes.model_shardings(model, layout))
+    placed = jax.device_put(model, model_shardings(model, layout))
     rows = jax.device_put((tokens, positions), meshes.row_shardings((tokens, positions), layout))
     np.testing.assert_allclose(run(placed, *rows), alone, atol=1e-5, rtol=0)

@@ -25,9 +25,11 @@ from hypothesis.extra import numpy as arrays
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 from rlhf_jax.data.rows import read
+from rlhf_jax.generation import slice_groups
 from rlhf_jax.generation.assignment import Assignments
 from rlhf_jax.generation.multihost import RowHandOver, SliceReport, StillQueued
 from rlhf_jax.generation.requests import GenerationCounts
+from rlhf_jax.generation.slice_groups import Decision, StageAborted
 from rlhf_jax.generation.stage import FinishedSample
 from rlhf_jax.inference.scoring import Scored
 from rlhf_jax.monitoring.trace import Span
@@ -35,12 +37,11 @@ from rlhf_jax.rewards import calls
 from rlhf_jax.rewards.calls import RewardCall, RewardResults
 from rlhf_jax.rewards.combination import Response, Score, Scores
 from rlhf_jax.rewards.workers import Workers
-from rlhf_jax.runtime import distributed, jax_internals, joining, messages, slice_groups
+from rlhf_jax.runtime import distributed, jax_internals, joining, messages
 from rlhf_jax.runtime.checkpoint.damage import Damaged
 from rlhf_jax.runtime.messages import decode, encode
 from rlhf_jax.runtime.signals import Stopped
 from rlhf_jax.runtime.signing import Signer
-from rlhf_jax.runtime.slice_groups import Decision, StageAborted
 from rlhf_jax.types import Strategy
 
 LEADER = Signer(b"the key of this run", 0)

@@ -19,14 +19,16 @@ from benchmarks.placement_costs import SHAPES
 from rlhf_jax import trainer
 from rlhf_jax.algorithms.grpo import GRPO
 from rlhf_jax.algorithms.ppo import CRITIC_LOSS, PPO
-from rlhf_jax.config import algorithms, command_line, derived, memory, validation
-from rlhf_jax.config.hardware import parse_hardware
+from rlhf_jax.config import algorithms, command_line, derived
+from rlhf_jax.memory import estimate
 from rlhf_jax.model.weights.source import open_source
-from rlhf_jax.placement.search.options import SearchSpace
 from rlhf_jax.planner.describe import predict_calls
+from rlhf_jax.planner.hardware import parse_hardware
 from rlhf_jax.planner.placed_calls import PlacedCalls
 from rlhf_jax.planner.planned import hardware_of, plan_run
 from rlhf_jax.planner.programs import programs
+from rlhf_jax.planner.search.options import SearchSpace
+from rlhf_jax.setup import validation
 
 SMALL = SHAPES[0]._replace(layers=2)
 OWN = ("judge_inference", "judge_training")
@@ -84,7 +86,7 @@ def test_it_is_held_moved_and_priced_as_a_critic(calls):
     assert space.sources["judge_inference"] == "judge_training"
     stages = [set(stage) for stage in space.problem().stages]
     assert {own for own in OWN if own.endswith("training")} < stages[-1]
-    groups = memory.by_group(calls.config, calls.models, calls.plan, calls.layouts, True)
+    groups = estimate.by_group(calls.config, calls.models, calls.plan, calls.layouts, True)
     assert set(OWN) < set(groups[0][0])
 
 

@@ -13,11 +13,13 @@ import pytest
 
 from benchmarks.schedule_check import check
 from rlhf_jax import command
-from rlhf_jax.config import command_line, memory_parts
-from rlhf_jax.config.hardware import parse_hardware
-from rlhf_jax.config.memory_updates import stage_times
-from rlhf_jax.config.sizes import abstract_weights, bubble_warnings
-from rlhf_jax.mesh import bytes_per_device, model_shardings
+from rlhf_jax.config import command_line
+from rlhf_jax.memory import parts as memory_parts
+from rlhf_jax.memory.sizes import bubble_warnings
+from rlhf_jax.memory.updates import stage_times
+from rlhf_jax.mesh import bytes_per_device
+from rlhf_jax.model.shardings import model_shardings
+from rlhf_jax.model.transformer import abstract_weights
 from rlhf_jax.pipeline.problem import FORWARD
 from rlhf_jax.pipeline.search import solve
 from rlhf_jax.placement.pipelined import (
@@ -33,13 +35,14 @@ from rlhf_jax.placement.pipelined import (
     serial_schedule,
 )
 from rlhf_jax.placement.plan import Placement, Plan, read_plan
-from rlhf_jax.placement.search.costs import LATENCY
-from rlhf_jax.placement.search.pipelines import placements_of, policy_pipelines
 from rlhf_jax.planner.describe import predict_calls
 from rlhf_jax.planner.describe_search import print_search
+from rlhf_jax.planner.hardware import parse_hardware
 from rlhf_jax.planner.pipelined_plans import best_pipelined
 from rlhf_jax.planner.planned import plan_run
 from rlhf_jax.planner.priced import PlanPrices
+from rlhf_jax.planner.search.costs import LATENCY
+from rlhf_jax.planner.search.pipelines import placements_of, policy_pipelines
 from rlhf_jax.planner.searched import Searched, find_with_pipelines, search_plans
 from rlhf_jax.training.schedules import NEAR, RUN_TRIES
 

@@ -16,14 +16,16 @@ from test_run import PPO
 from tiny_run import ROOT, lines
 
 from pallas_kernels.dispatch import Kernels
-from rlhf_jax.config import default, memory, validation
+from rlhf_jax.config import default
 from rlhf_jax.inference.values import critic_of
+from rlhf_jax.memory import estimate
 from rlhf_jax.mesh import make_mesh
 from rlhf_jax.model.weight_table import weight_keys
 from rlhf_jax.model.weights import huggingface
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.placement.plan import Placement, Plan, read_plan
 from rlhf_jax.placement.presets import PRESETS, plan_of
+from rlhf_jax.setup import validation
 from rlhf_jax.types import ModelConfigs
 
 launch = runpy.run_path(str(ROOT / "launch" / "train.py"), run_name="launch")
@@ -205,14 +207,14 @@ def test_each_half_holds_what_its_calls_need():
     plan = plan_of(config, 8)
     layouts = plan.layouts("cpu")
     halves = [
-        memory.plan(config, models, {call: layouts[call] for call in calls}, remat=True)
+        estimate.plan(config, models, {call: layouts[call] for call in calls}, remat=True)
         for calls in plan.groups()
     ]
     generation, rest = [{part.name for part in parts} for parts in halves]
     assert not generation & rest
     assert {"policy, for generation", "key-value cache of the policy"} <= generation
     assert {"policy, float32", "reference", "gradients, float32"} <= rest
-    assert memory.fullest(config, models, plan, layouts, remat=True) in halves
+    assert estimate.fullest(config, models, plan, layouts, remat=True) in halves
 
 
 @pytest.mark.slow

@@ -11,9 +11,9 @@ import pytest
 
 from rlhf_jax import command
 from rlhf_jax.config import command_line
-from rlhf_jax.config.hardware import parse_hardware
 from rlhf_jax.placement.plan import Placement, read_plan
 from rlhf_jax.planner.describe_search import why_not
+from rlhf_jax.planner.hardware import parse_hardware
 from rlhf_jax.planner.planned import plan_run
 from rlhf_jax.planner.searched import search_plans
 

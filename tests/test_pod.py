@@ -22,15 +22,17 @@ from pallas_kernels.shapes import BLOCK
 from rlhf_jax import mesh as meshes
 from rlhf_jax.algorithms.grpo import POLICY_LOSS
 from rlhf_jax.algorithms.ppo import CRITIC_LOSS
-from rlhf_jax.config import derived, memory, memory_parts
 from rlhf_jax.config.schema import Config
-from rlhf_jax.generation import rows, scheduler
+from rlhf_jax.generation import drafting, rows, scheduler
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.round import run_round
 from rlhf_jax.generation.speculative.sampling import UNTRUNCATED
 from rlhf_jax.inference.scoring import score_packed
 from rlhf_jax.inference.values import critic_of
+from rlhf_jax.memory import estimate
+from rlhf_jax.memory import parts as memory_parts
 from rlhf_jax.mesh import Layout
+from rlhf_jax.model.shardings import model_shardings
 from rlhf_jax.planner.shapes import packed_zeros
 from rlhf_jax.sequences.batch import PackedSequences
 from rlhf_jax.training.gradients import Gradient, accumulate
@@ -85,7 +87,7 @@ def critic_weights(model: ModelConfig, layout: Layout) -> Model:
     """Shapes of the critic, which is a reward model or has a policy's trunk."""
     made = weights(model, master(layout))
     shapes = made if model.scalar_head else jax.eval_shape(critic_of, made)
-    return placed(shapes, meshes.model_shardings(shapes, layout))
+    return placed(shapes, model_shardings(shapes, layout))
 
 
 def packed_of(at: Target) -> PackedSequences:
@@ -121,9 +123,9 @@ def round_program(at: Target):
     config = at.config
     generation = at.config.generation
     longest = config.data.max_prompt_tokens + generation.max_new_tokens
-    choices = derived.strategies(config)
+    choices = drafting.strategies(config)
     strategy = choices.strategies[
-        choices.nodes.tolist().index(memory.most_nodes(config, at.layout))
+        choices.nodes.tolist().index(estimate.most_nodes(config, at.layout))
     ]
     slots = scheduler.cache_slots(longest, choices.strategies, at.generation)
     earlier = longest if "replay" in choices.drafters else 0
@@ -232,7 +234,7 @@ def test_memory_is_foreseen_however_far_an_8b_model_is_split(topology, fsdp, rem
 
 def score_program(at: Target, model: Model):
     """Log-probs of a packed batch under the policy."""
-    half = placed(weights(at.models.policy, at.layout), meshes.model_shardings(model, at.layout))
+    half = placed(weights(at.models.policy, at.layout), model_shardings(model, at.layout))
     batch = row_shapes(lambda: packed_of(at), at.layout)
     return score_packed.lower(half, batch, temperature=1.0, layout=at.layout).compile()
 

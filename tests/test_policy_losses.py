@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from rlhf_jax.config import default
+from rlhf_jax.config.derived import aggregate_name
 from rlhf_jax.losses.aggregate import AGGREGATES
 from rlhf_jax.losses.kl import KL
 from rlhf_jax.losses.policy import LOSSES, LossTerms
-from rlhf_jax.training.settings import aggregate_name
 
 LOW, HIGH = 0.2, 0.3
 DUAL_CLIP = 3.0  # c of Ye et al. 2020, table 2

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from slowness import slowness
 
-from rlhf_jax.monitoring.report.run import read_run
-from rlhf_jax.monitoring.report.warnings import warnings
+from rlhf_jax.report.run import read_run
+from rlhf_jax.report.warnings import warnings
 
 ROOT = Path(__file__).resolve().parents[1]
 

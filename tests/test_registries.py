@@ -18,8 +18,8 @@ import toys
 from test_generation import assert_equal
 from test_report import ADAPTIVE, CONFIG, page, played, row
 
-from rlhf_jax.config import algorithms, default, derived
-from rlhf_jax.config.validation import validate
+from rlhf_jax.config import algorithms, default
+from rlhf_jax.generation import drafting
 from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.requests import GenerationConfig, Request
 from rlhf_jax.generation.speculative import protocol, tree
@@ -34,6 +34,8 @@ from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.monitoring import metrics
 from rlhf_jax.rewards import sources
 from rlhf_jax.rewards.combination import Response
+from rlhf_jax.rewards.sources import term_names
+from rlhf_jax.setup.validation import validate
 from rlhf_jax.training.experience import AdvantageConfig, compute_advantages
 
 REGISTRIES: tuple[dict[str, Any], ...] = (
@@ -83,7 +85,7 @@ def test_a_run_of_five_toys(restored, tmp_path, monkeypatch, capsys):
     tiny_run.make_files(tmp_path)
     own = "import toys\nfrom rlhf_jax.config import default as get_config\ntoys.register()\n"
     (tmp_path / "config.py").write_text(own)
-    model = tiny_run.make_model(tmp_path / "tiny", family="qwen3", qk_norm=True)
+    model = tiny_run.make_model(tmp_path / "tiny", family="qwen3")
     said = (model / "config.json").read_text()
     (model / "config.json").write_text(said.replace('"qwen3"', '"toy"'))
     changes = {
@@ -105,8 +107,7 @@ def test_a_run_of_five_toys(restored, tmp_path, monkeypatch, capsys):
     assert {"strategy/share_toy", "strategy/acceptance_toy"} <= line.keys()
     report = (folder / "report.html").read_text()
     assert "guessing" in report and "toy/samples" in report
-    trained = open_source(folder / "policy").config
-    assert (trained.family, trained.qk_norm) == ("toy", True)
+    assert open_source(folder / "policy").config.family == "toy"
 
 
 @pytest.mark.parametrize("name", ["toy-chain-2", "adaptive"])
@@ -116,7 +117,7 @@ def test_text_by_the_drafter_is_plain_text(registered, tmp_path, name):
     model = dataclasses.replace(model, norm=8 * model.norm)
     config = config_of(tmp_path, generation__strategy=name, generation__max_new_tokens=6)
     validate(config, num_devices=1)
-    choices = derived.strategies(config)
+    choices = drafting.strategies(config)
     assert set(choices.drafters) == ({"toy"} if name != "adaptive" else {"lookup", "toy"})
 
     prompts = np.random.default_rng(0).integers(0, 300, (4, 3)).astype(np.int32)
@@ -161,7 +162,7 @@ def test_the_estimator_turns_rewards_into_advantages(registered, tmp_path):
 def test_the_source_scores_responses_of_a_config(registered, tmp_path):
     config = config_of(tmp_path)
     validate(config, num_devices=1)
-    assert derived.term_names(config) == ["length"]
+    assert term_names(config) == ["length"]
     with contextlib.ExitStack() as stack:
         spec = config.reward.functions[0]
         score = stack.enter_context(sources.source_of(spec).open(spec, config, lambda: None))
@@ -186,7 +187,7 @@ def test_the_algorithm_is_found_by_its_name(registered, tmp_path):
 
 
 def test_config_json_of_the_family_is_written_and_read(registered, tmp_path):
-    config = dataclasses.replace(tiny_run.CONFIG, family="toy", qk_norm=True)
+    config = dataclasses.replace(tiny_run.CONFIG, family="toy")
     written = huggingface_config.config_json(config, (1,), np.dtype(np.float32))
     assert written["architectures"] == ["ToyForCausalLM"] and written["model_type"] == "toy"
     (tmp_path / "config.json").write_text(json.dumps(written))

@@ -12,11 +12,11 @@ import pytest
 
 from rlhf_jax import command
 from rlhf_jax.monitoring import metrics, trace
-from rlhf_jax.monitoring.report.charts import line_chart, lines_chart, share_chart, stacked_chart
-from rlhf_jax.monitoring.report.drafting import NAMED, table
-from rlhf_jax.monitoring.report.page import PAIRS, write_report
-from rlhf_jax.monitoring.report.run import Series, read_run
-from rlhf_jax.monitoring.report.scales import (
+from rlhf_jax.report.charts import line_chart, lines_chart, share_chart, stacked_chart
+from rlhf_jax.report.drafting import NAMED, table
+from rlhf_jax.report.page import PAIRS, write_report
+from rlhf_jax.report.run import Series, read_run
+from rlhf_jax.report.scales import (
     axis_number,
     domain,
     duration,
@@ -27,7 +27,7 @@ from rlhf_jax.monitoring.report.scales import (
     ticks,
     volume,
 )
-from rlhf_jax.monitoring.report.timeline import BARS, picture
+from rlhf_jax.report.timeline import BARS, picture
 
 CONFIG = {
     "steps": 3,

@@ -24,6 +24,7 @@ from rlhf_jax.generation.speculative.protocol import DRAFTERS
 from rlhf_jax.generation.speculative.rules import RULES
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.mesh import ONE_DEVICE, Layout
+from rlhf_jax.model.shardings import model_shardings
 from rlhf_jax.model.transformer import init, unstack
 from rlhf_jax.types import Model, ModelConfig, Strategy
 
@@ -96,7 +97,7 @@ def on_devices(model: Model, layout: Layout) -> Model:
     """The model as `generate` wants it on the devices of a layout."""
     if layout.mesh is None:
         return model
-    return jax.device_put(model, meshes.model_shardings(model, layout))
+    return jax.device_put(model, model_shardings(model, layout))
 
 
 def draw(how: GenerationConfig, wanted: list[Request], layout: Layout = ONE_DEVICE):

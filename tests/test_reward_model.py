@@ -18,6 +18,7 @@ from rlhf_jax import mesh as meshes
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model import transformer
 from rlhf_jax.model.families import FAMILIES
+from rlhf_jax.model.shardings import model_shardings
 from rlhf_jax.model.weights import huggingface
 from rlhf_jax.model.weights.source import Source, open_source
 from rlhf_jax.rewards.combination import Response
@@ -114,7 +115,7 @@ def test_scores_on_a_mesh():
     source = open_source(GOLDEN / "llama_reward")
     layout = Layout(meshes.make_mesh(1, 2, 2, jax.devices()[:4]))
     shapes = jax.eval_shape(lambda: transformer.init(jax.random.key(0), source.config))
-    model = source.load(jnp.float32, meshes.model_shardings(shapes, layout))
+    model = source.load(jnp.float32, model_shardings(shapes, layout))
     chats, expected = golden("llama_reward")
     scores = model_scorer(RewardModel(source, model, 4, 16), layout)(
         [answer(chat) for chat in chats]
@@ -192,14 +193,7 @@ def test_a_language_model_is_no_reward_model():
 
 def saved(folder: Path, family: str, tiny: ModelConfig) -> Model:
     """A random reward model, written to a folder."""
-    config = dataclasses.replace(
-        tiny,
-        family=family,
-        tied=False,
-        scalar_head=True,
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
-    )
+    config = dataclasses.replace(tiny, family=family, tied=False, scalar_head=True)
     model = transformer.init(jax.random.key(1), config)
     tokenizer = open_source(GOLDEN / "llama_reward").tokenizer
     huggingface.save(folder, model, tokenizer, (257,), jnp.float32)

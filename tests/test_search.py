@@ -10,9 +10,9 @@ import time
 import pytest
 
 from rlhf_jax.placement.plan import Placement
-from rlhf_jax.placement.search.branch_and_bound import lower_bound, search
-from rlhf_jax.placement.search.parts import part_sizes, part_starts
-from rlhf_jax.placement.search.schedule import (
+from rlhf_jax.planner.search.branch_and_bound import lower_bound, search
+from rlhf_jax.planner.search.parts import part_sizes, part_starts
+from rlhf_jax.planner.search.schedule import (
     Option,
     Placed,
     Problem,

@@ -15,10 +15,10 @@ import pytest
 import tiny_run
 
 from rlhf_jax.config import default
-from rlhf_jax.config.validation import validate
 from rlhf_jax.monitoring import metrics
 from rlhf_jax.monitoring.sending import Sender
 from rlhf_jax.monitoring.sinks import SINKS, TrackedRun
+from rlhf_jax.setup.validation import validate
 
 OWN = """
 import json

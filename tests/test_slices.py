@@ -21,6 +21,7 @@ from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.inference.overlap import Scoring, ScoringQueue
 from rlhf_jax.inference.scoring import score_sequences
 from rlhf_jax.mesh import ONE_DEVICE, Layout
+from rlhf_jax.model.shardings import model_shardings
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.reallocation import planner
 from rlhf_jax.rewards.combination import Response
@@ -40,7 +41,7 @@ def decoding(*strategies: str, **changes) -> GenerationConfig:
 
 def over(layout: Layout, model):
     """A model as `generate` wants it on the devices of a layout."""
-    return model and jax.device_put(model, meshes.model_shardings(model, layout))
+    return model and jax.device_put(model, model_shardings(model, layout))
 
 
 def roll_out(target, drafter, how, layout=ONE_DEVICE, wanted=None, **options):

@@ -15,12 +15,12 @@ from margins import decision_margin
 
 from pallas_kernels.dispatch import Kernels
 from rlhf_jax import mesh as meshes
+from rlhf_jax.generation.decoding import decoding_weights
 from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.requests import GenerationConfig, Request, Sample
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.mesh import Layout
-from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.transformer import forward, init, logits
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.types import Model, ModelConfig
@@ -154,10 +154,10 @@ def roll_out(
 def split_weights(target: Model) -> set[str]:
     """Name the weights that lie in parts over the `tensor` axis."""
     return {
-        key.name
+        getattr(key, "key", getattr(key, "name", ""))
         for path, leaf in jax.tree_util.tree_leaves_with_path(target)
         for key in path
-        if getattr(key, "name", "") in meshes.WEIGHT_AXES and "tensor" in leaf.sharding.spec
+        if "tensor" in leaf.sharding.spec
     }
 
 

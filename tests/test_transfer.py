@@ -19,8 +19,9 @@ from jax._src.array import ArrayImpl
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.compiled import LLAMA_8B, weights
-from rlhf_jax.mesh import AXES, AXIS_TYPES, ROLES, Layout, abstract_mesh, make_mesh, model_shardings
-from rlhf_jax.model.decoding import decoding_weights
+from rlhf_jax.generation.decoding import decoding_weights
+from rlhf_jax.mesh import AXES, AXIS_TYPES, ROLES, Layout, abstract_mesh, make_mesh
+from rlhf_jax.model.shardings import model_shardings
 from rlhf_jax.model.transformer import init, unstack
 from rlhf_jax.placement import program, transfer
 from rlhf_jax.placement.leg import Leg, Placing
@@ -37,7 +38,7 @@ def shapes_of(count: int) -> list[tuple[int, ...]]:
 
 
 LAYOUTS = list(itertools.product(shapes_of(8), ROLES))
-CONFIG = ModelConfig("llama", 512, 64, 128, 2, 8, 8, 16, 128, qkv_bias=True, qk_norm=True)
+CONFIG = ModelConfig("qwen2", 512, 64, 128, 2, 8, 8, 16, 128)
 # key-value heads and vocabulary are divisible by few sizes or none
 ODD = dataclasses.replace(CONFIG, num_kv_heads=2, vocab_size=321)
 # sizes are divisible by 2, 3, 4 and 6

@@ -15,11 +15,11 @@ from benchmarks.chip import placed_calls
 from benchmarks.placement_costs import SHAPES, chip_of, measured_pairs, rank_correlation
 from benchmarks.plans import config_of
 from rlhf_jax import command
-from rlhf_jax.config.hardware import parse_hardware
-from rlhf_jax.placement.chips import GPUS
 from rlhf_jax.placement.plan import Placement, Plan
 from rlhf_jax.planner import topology
+from rlhf_jax.planner.chips import GPUS
 from rlhf_jax.planner.generation_programs import arrivals
+from rlhf_jax.planner.hardware import parse_hardware
 from rlhf_jax.planner.placed_calls import PlacedCalls
 from rlhf_jax.planner.planned import plan_run
 from rlhf_jax.planner.programs import programs as programs_of

@@ -9,8 +9,8 @@ import pytest
 
 from rlhf_jax import command
 from rlhf_jax.monitoring.diversity import commonest_form, commonest_start, distinct_pairs
-from rlhf_jax.monitoring.report.run import read_run
-from rlhf_jax.monitoring.report.warnings import warnings
+from rlhf_jax.report.run import read_run
+from rlhf_jax.report.warnings import warnings
 
 NOUNS = ["lamp", "chair", "table", "window", "door", "spoon", "fork", "plate", "cup", "bowl"]
 VERBS = ["stands", "lies", "waits", "rests", "hides", "shines", "leans", "hangs", "stays", "sits"]

@@ -17,6 +17,7 @@ from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.protocol import Proposal
 from rlhf_jax.losses.value import value_loss
 from rlhf_jax.mesh import pin_rows
+from rlhf_jax.model.families import QWEN3
 from rlhf_jax.rewards.combination import as_scores
 
 
@@ -106,4 +107,4 @@ def register() -> None:
     rlhf_jax.register_reward_source("toy", LengthSource())
     guessing = dataclasses.replace(rlhf_jax.GRPO, title="guessing", prepare=counted)
     rlhf_jax.register_algorithm("toy", guessing)
-    rlhf_jax.register_family(rlhf_jax.Family("toy", "Toy", qk_norm=True))
+    rlhf_jax.register_family(rlhf_jax.Family("toy", "Toy", weights=QWEN3.weights))

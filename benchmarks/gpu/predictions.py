@@ -15,8 +15,8 @@ from benchmarks.chip import measure, placed_calls
 from benchmarks.gpu.ledger import Case, Ledger
 from benchmarks.gpu.setting import Sizes, compute_dtype
 from benchmarks.placement_costs import call_seconds
-from rlhf_jax.placement.chips import GPUS, read_chip
-from rlhf_jax.placement.search.costs import predict_call
+from rlhf_jax.planner.chips import GPUS, read_chip
+from rlhf_jax.planner.search.costs import predict_call
 from rlhf_jax.runtime.files import write_atomically
 from rlhf_jax.types import ModelConfig
 

@@ -15,11 +15,11 @@ from benchmarks.chip import MODELS
 from benchmarks.contest import Case, Run
 from benchmarks.shapes import SLOTS
 from pallas_kernels import dispatch
+from rlhf_jax.generation.decoding import decoding_weights
 from rlhf_jax.generation.requests import GenerationConfig, Request
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.mesh import Layout, make_mesh
-from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.kernels import shape_of
 from rlhf_jax.model.published import PUBLISHED
 from rlhf_jax.model.transformer import init
@@ -71,7 +71,7 @@ class Sizes:
     microbatch_rows: int
 
 
-_TINY = ModelConfig("qwen2", 320, 32, 64, 2, 4, 2, 8, 128, tied=True, qkv_bias=True)
+_TINY = ModelConfig("qwen2", 320, 32, 64, 2, 4, 2, 8, 128, tied=True)
 TINY = Sizes(
     models={"tiny": _TINY},
     compared=("tiny",),

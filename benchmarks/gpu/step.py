@@ -20,6 +20,7 @@ from benchmarks.gpu import passes
 from benchmarks.gpu.ledger import Case, Ledger
 from benchmarks.gpu.setting import NO_STOP, Sizes, layouts, random_model
 from rlhf_jax.algorithms.grpo import POLICY_LOSS
+from rlhf_jax.generation.decoding import decoding_weights
 from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.requests import GenerationConfig, Request, as_sequences
 from rlhf_jax.generation.speculative import tree
@@ -27,8 +28,7 @@ from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.inference.scoring import score_sequences
 from rlhf_jax.losses.advantages import grpo
 from rlhf_jax.mesh import Layout
-from rlhf_jax.model.decoding import decoding_weights
-from rlhf_jax.placement.search.costs import forward_flops, gradient_flops
+from rlhf_jax.planner.search.costs import forward_flops, gradient_flops
 from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.training.gradients import Learner
 from rlhf_jax.training.learn import learn, trained

@@ -24,10 +24,10 @@ from benchmarks.gpu.setting import (
     random_model,
     with_earlier,
 )
+from rlhf_jax.generation.decoding import student_for
 from rlhf_jax.generation.requests import as_sequences
 from rlhf_jax.inference.logprobs import mismatch
 from rlhf_jax.inference.scoring import score_sequences
-from rlhf_jax.model.decoding import student_for
 from rlhf_jax.training.distill import student_of
 from rlhf_jax.types import Model
 

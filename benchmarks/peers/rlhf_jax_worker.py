@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from protocol import cores, serve
 
+from rlhf_jax.generation.decoding import decoding_weights
 from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.requests import GenerationConfig, Request
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.mesh import Layout, make_mesh
-from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.weights import huggingface
 
 jax.config.update("jax_platforms", "cpu")

@@ -19,9 +19,7 @@ def _no_kind(found: object) -> str:
 
 
 # Kinds of cache, by the name that a layout has.
-CACHE_KINDS: Table[type[KVCache]] = Table(
-    "Layout.cache", _no_kind, {"contiguous": ContiguousCache}
-)
+CACHE_KINDS: Table[type[KVCache]] = Table("Layout.cache", _no_kind, {"contiguous": ContiguousCache})
 
 
 @struct.dataclass

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.data.rendering import Message
+from rlhf_jax.generation.decoding import decoding_weights
 from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.requests import GenerationConfig, Request
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.speculative.tree import PLAIN
 from rlhf_jax.mesh import ONE_DEVICE
-from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.weights.source import Source, open_source
 
 MOST_CONTEXT = 2048  # tokens of a conversation

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from rlhf_jax.monitoring import console
-from rlhf_jax.monitoring.report.comparison import SMOOTHED, write_comparison
+from rlhf_jax.report.comparison import SMOOTHED, write_comparison
 
 
 def main(argv: list[str]) -> int:

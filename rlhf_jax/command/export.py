@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rlhf_jax.generation.decoding import completed
 from rlhf_jax.model import transformer
-from rlhf_jax.model.decoding import completed
 from rlhf_jax.model.weights import huggingface
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.runtime.checkpoint.store import read_part

@@ -24,10 +24,11 @@ from pathlib import Path
 
 import jax
 
-from rlhf_jax.config import command_line, memory_parts
-from rlhf_jax.config.hardware import EXAMPLES, Hardware, parse_hardware
+from rlhf_jax.config import command_line
+from rlhf_jax.memory import parts as memory_parts
 from rlhf_jax.planner.describe import print_plan
 from rlhf_jax.planner.describe_search import print_search
+from rlhf_jax.planner.hardware import EXAMPLES, Hardware, parse_hardware
 from rlhf_jax.planner.picture import timeline_svg
 from rlhf_jax.planner.planned import plan_run
 from rlhf_jax.planner.response_lengths import LENGTHS_TABLE, read_percentiles

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rlhf_jax.monitoring.report.page import write_report
+from rlhf_jax.report.page import write_report
 from rlhf_jax.runtime.mirror import fetched
 
 

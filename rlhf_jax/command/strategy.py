@@ -25,6 +25,7 @@ from rich.text import Text
 
 from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
+from rlhf_jax.generation import drafting
 from rlhf_jax.generation.precompile import VERIFIED
 from rlhf_jax.generation.strategy import cost, statistics
 from rlhf_jax.generation.strategy.predict import Situation
@@ -105,7 +106,7 @@ def read_selector(workdir: Path, config: Config, step: int | None) -> tuple[int,
             " later one."
         )
     selector = Selector(
-        derived.strategies(config), cost.restore(saved["costs"]), config.deterministic
+        drafting.strategies(config), cost.restore(saved["costs"]), config.deterministic
     )
     selector.restore(saved)
     return step, selector

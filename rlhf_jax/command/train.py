@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import jax
 
-from rlhf_jax.config import command_line, validation
-from rlhf_jax.config.memory_parts import FEWER_ROWS
+from rlhf_jax.config import command_line
 from rlhf_jax.config.schema import Config
+from rlhf_jax.memory.parts import FEWER_ROWS
 from rlhf_jax.runtime import distributed, joining
 from rlhf_jax.runtime.files import SHIPPED
 from rlhf_jax.runtime.joining import Place
 from rlhf_jax.runtime.lost_ranks import guard
 from rlhf_jax.runtime.mirror import folder_of
 from rlhf_jax.runtime.signals import Stopped
+from rlhf_jax.setup import validation
 from rlhf_jax.trainer import do_run, plan
 
 

@@ -1,4 +1,4 @@
-"""Describe a run: its keys and defaults, the command line, what is valid, the memory it takes."""
+"""Describe a run: its keys and defaults, the command line, and what follows from them."""
 
 from __future__ import annotations
 

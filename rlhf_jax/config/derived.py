@@ -1,28 +1,9 @@
-"""State what follows from a config: which models a run has, how they draft, what measures it."""
+"""State what follows from a config: its samples, its models and its calls."""
 
 from __future__ import annotations
 
-import pathlib
-
 from rlhf_jax.config.algorithms import algorithm_of
 from rlhf_jax.config.schema import Config
-from rlhf_jax.generation.speculative.protocol import DRAFTERS, Drafter, drafters_of
-from rlhf_jax.generation.speculative.protocol import register as register_drafter
-from rlhf_jax.generation.speculative.rules import RULES
-from rlhf_jax.generation.strategy import candidates
-from rlhf_jax.generation.strategy.candidates import Candidates
-from rlhf_jax.model.families import register as register_family
-from rlhf_jax.rewards.sources import source_of
-from rlhf_jax.runtime.extensions import load_named
-
-
-def register_own(config: Config) -> None:
-    """Register the drafters and families that a config names by FILE.py:NAME; again is no harm."""
-    for spec in config.generation.drafters:
-        found = load_named(spec, "generation.drafters")
-        register_drafter(found() if isinstance(found, type) else found)
-    for spec in config.model.families:
-        register_family(load_named(spec, "model.families"))
 
 
 def adaptive(config: Config) -> bool:
@@ -30,63 +11,14 @@ def adaptive(config: Config) -> bool:
     return config.generation.strategy == "adaptive"
 
 
-def strategies(config: Config) -> Candidates:
-    """Return the strategies that may be chosen: the one that is named, or all that are possible.
-
-    Those of 'adaptive' draft by every drafter that is registered and for which the run has what it
-    needs. Drafts are replayed only by evaluation and under repeated noise, and not where texts
-    depend on the drafts.
-    """
-    generation = config.generation
-    repeats = bool(config.evaluation.every or generation.repeated_noise)
-    replayed = repeats and not RULES[generation.acceptance].depends_on_drafts
-    usable = [
-        one.name
-        for one in DRAFTERS.values()
-        if (replayed or not one.needs_earlier) and (names_model(config) or not one.needs_model)
-    ]
-    longest = max(1, min(candidates.LONGEST_CHAIN, generation.max_new_tokens // 2))
-    return candidates.parse(generation.strategy, usable, longest)
-
-
 def names_model(config: Config) -> bool:
     """Tell whether a config names a draft model, or layers to make one of."""
     return bool(config.drafter.path or config.drafter.layers)
 
 
-def drafters(config: Config) -> tuple[Drafter, ...]:
-    """Return the drafters of the strategies that may be chosen."""
-    return drafters_of(strategies(config).strategies)
-
-
-def replays(config: Config) -> bool:
-    """Tell whether a drafter reads the text that the same noise gave before."""
-    return any(one.needs_earlier for one in drafters(config))
-
-
-def drafts_by_model(config: Config) -> bool:
-    """Tell whether a drafter needs a draft model."""
-    return any(one.needs_model for one in drafters(config))
-
-
-def keeps_draft_logits(config: Config) -> bool:
-    """Tell whether acceptance reads what a draft model's tokens were drawn from."""
-    return RULES[config.generation.acceptance].reads_logits and drafts_by_model(config)
-
-
-def has_drafter(config: Config) -> bool:
-    """Tell whether a run has a draft model, to draft with or to train."""
-    return generates(config) and (makes_drafter(config) or drafts_by_model(config))
-
-
 def makes_drafter(config: Config) -> bool:
     """Tell whether a run is for its student, which then learns from all samples."""
     return "drafter" in algorithm_of(config).losses
-
-
-def trains_drafter(config: Config) -> bool:
-    """Tell whether a run trains a student as its draft model."""
-    return has_drafter(config) and config.drafter.layers > 0 and config.drafter.learning_rate > 0
 
 
 def student_samples(config: Config) -> int:
@@ -188,11 +120,7 @@ def learning_calls(config: Config) -> tuple[str, ...]:
     return tuple(f"{role}_training" for role in algorithm_of(config).losses if role != "drafter")
 
 
-def term_names(config: Config) -> list[str]:
-    """Return what metrics call the reward's functions, then its models, in the config's order.
-
-    A function has its own name, what another source scores the name that it gives, a model the
-    last part of its path.
-    """
-    functions = [source_of(spec).term_name(spec) for spec in config.reward.functions]
-    return functions + [pathlib.PurePath(path).name for path in config.reward.models]
+def aggregate_name(config: Config) -> str:
+    """Name how a minibatch's losses are summed: as the config says, else as its algorithm does."""
+    asked = config.training.aggregate
+    return algorithm_of(config).aggregate(config) if asked == "auto" else asked

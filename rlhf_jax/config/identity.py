@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config, flat
 from rlhf_jax.runtime.extensions import file_digest, is_of_file
-from rlhf_jax.training.settings import aggregate_name
 
 # What may change between a checkpoint and the run that goes on from it: keys, or how they begin.
 FREE_KEYS = (
@@ -51,7 +51,7 @@ def binding_settings(config: Config) -> dict[str, Any]:
     """Return the values that make a run what it is, by dotted key, and its own code by digest."""
     binding = {key: value for key, value in flat(config).items() if not key.startswith(FREE_KEYS)}
     binding["plan"] = plan_name(config)
-    binding["training.aggregate"] = aggregate_name(config)
+    binding["training.aggregate"] = derived.aggregate_name(config)
     return binding | {f"the code of {spec}": digest for spec, digest in own_code(config).items()}
 
 

@@ -1,4 +1,4 @@
-"""List all keys of a run and their defaults; `validation.py` says what makes them valid."""
+"""List all keys of a run and their defaults; `setup/validation.py` says what makes them valid."""
 
 from __future__ import annotations
 

@@ -35,10 +35,10 @@ from rlhf_jax.generation.rounds import (
     slices_in_turn,
 )
 from rlhf_jax.generation.scheduler import SliceBatch, begin_slices, refill, release_finished
+from rlhf_jax.generation.slice_groups import SliceGroup, slice_group_of
 from rlhf_jax.generation.speculative.round import ModelPair
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.mesh import ONE_DEVICE, Layout
-from rlhf_jax.runtime.slice_groups import SliceGroup, slice_group_of
 from rlhf_jax.types import Model
 
 __all__ = ["IdleWork", "generate"]

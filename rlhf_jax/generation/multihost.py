@@ -26,10 +26,7 @@ from rlhf_jax.generation.assignment import (
 )
 from rlhf_jax.generation.requests import Sample
 from rlhf_jax.generation.scheduler import SliceBatch, resize
-from rlhf_jax.reallocation import row_transfer
-from rlhf_jax.reallocation.row_transfer import RowPacket
-from rlhf_jax.runtime import distributed, messages
-from rlhf_jax.runtime.slice_groups import (
+from rlhf_jax.generation.slice_groups import (
     LOOK,
     SliceGroup,
     StageAborted,
@@ -37,6 +34,9 @@ from rlhf_jax.runtime.slice_groups import (
     has_failed,
     wait_for,
 )
+from rlhf_jax.reallocation import row_transfer
+from rlhf_jax.reallocation.row_transfer import RowPacket
+from rlhf_jax.runtime import distributed, messages
 
 POLL = 0.02  # seconds between two looks for a plan
 PLAN_NAP = 1e-3  # seconds, where there is nothing else to do

@@ -27,6 +27,7 @@ from rlhf_jax.generation.requests import (
 )
 from rlhf_jax.generation.scheduler import InFlightRound, SliceBatch
 from rlhf_jax.generation.situation import draft_lag, situation_of
+from rlhf_jax.generation.slice_groups import SliceGroup
 from rlhf_jax.generation.speculative.protocol import drafter_of
 from rlhf_jax.generation.speculative.results import Results, from_words
 from rlhf_jax.generation.speculative.round import speculative_round
@@ -34,7 +35,6 @@ from rlhf_jax.generation.strategy import observations
 from rlhf_jax.generation.strategy.acceptance import DEPTHS, Observations, bands
 from rlhf_jax.generation.strategy.predict import Situation
 from rlhf_jax.generation.strategy.select import Selector
-from rlhf_jax.runtime.slice_groups import SliceGroup
 from rlhf_jax.types import Strategy
 
 # Rounds of a slice that are in flight at one time, at most.

@@ -25,6 +25,7 @@ from rlhf_jax.generation.requests import (
     as_sequences,
 )
 from rlhf_jax.generation.scheduler import shared
+from rlhf_jax.generation.slice_groups import StageAborted, failed, slice_group_of
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.drafters import teacher
 from rlhf_jax.generation.speculative.round import ModelPair
@@ -36,7 +37,6 @@ from rlhf_jax.monitoring.trace import Span
 from rlhf_jax.reallocation.planner import ClusterView, Reallocation
 from rlhf_jax.runtime import distributed, messages, to_host
 from rlhf_jax.runtime.signals import Stopped
-from rlhf_jax.runtime.slice_groups import StageAborted, failed, slice_group_of
 from rlhf_jax.types import Model
 
 T = TypeVar("T")

@@ -13,14 +13,13 @@ from typing import cast as typed
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from rlhf_jax.model.transformer import weight_shapes
+from rlhf_jax.model.transformer import abstract_weights
 from rlhf_jax.types import ModelConfig
 
 
 def product_flops(model: ModelConfig) -> tuple[int, int]:
     """Return the FLOPs of a token's products with the layers, and with the head."""
-    layers = vars(weight_shapes(model).layers).values()
-    of_layers = 2 * sum(math.prod(shape) for shape in layers if shape)
+    of_layers = 2 * sum(leaf.size for leaf in jax.tree.leaves(abstract_weights(model).layers))
     return of_layers, 2 * model.width * (1 if model.scalar_head else model.vocab_size)
 
 

@@ -17,7 +17,8 @@ from pallas_kernels import BLOCK, Shape, implementation
 from pallas_kernels.verify_head import Parts, combine
 from rlhf_jax.mesh import ROW_AXES, Layout
 from rlhf_jax.model.transformer import head_of
-from rlhf_jax.types import Model, ModelConfig, OutputFirst
+from rlhf_jax.model.weight import OutputFirst
+from rlhf_jax.types import Model, ModelConfig
 
 
 def shape_of(config: ModelConfig) -> Shape:

@@ -46,16 +46,9 @@ _QWEN2 = ModelConfig(
     max_context=32_768,
     rope_theta=1_000_000.0,
     tied=True,
-    qkv_bias=True,
 )
 _QWEN3 = dataclasses.replace(
-    _QWEN2,
-    family="qwen3",
-    head_dim=128,
-    max_context=40_960,
-    qkv_bias=False,
-    qk_norm=True,
-    norm_eps=1e-6,
+    _QWEN2, family="qwen3", head_dim=128, max_context=40_960, norm_eps=1e-6
 )
 # (width, feed-forward width, layers, heads, key-value heads) by size, in 10^9 parameters.
 _QWEN25_SIZES = {

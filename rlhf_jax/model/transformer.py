@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,68 +16,59 @@ from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 
 from rlhf_jax.model.attention import causal
+from rlhf_jax.model.block import rms_norm
+from rlhf_jax.model.families import FAMILIES, weights_of
+from rlhf_jax.model.families.family import END_WEIGHTS
 from rlhf_jax.model.packed_attention import ATTENDED
-from rlhf_jax.types import Array, Layer, Model, ModelConfig, OutputFirst
+from rlhf_jax.model.weight import OutputFirst
+from rlhf_jax.types import Array, Model, ModelConfig
 
 
 def init(key: Array, config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Model:
     """Draw a random model with stacked layers: weights N(0, 1/fan_in), norms one, biases zero."""
-    shapes = weight_shapes(config)
-    leaves, treedef = jax.tree.flatten_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple))
-    weights = []
-    for leaf_key, (path, shape) in zip(jax.random.split(key, len(leaves)), leaves, strict=True):
-        name = path[-1].name
-        if name.endswith("norm"):
-            weights.append(jnp.ones(shape, dtype))
-        elif name.endswith("bias"):
-            weights.append(jnp.zeros(shape, dtype))
-        else:
-            inputs = {"output": shape[-3:-1], "embed": shape[-1:], "head": shape[:1]}
-            fan_in = inputs.get(name, shape[1:2])
-            scale = jnp.asarray(np.prod(fan_in) ** -0.5, dtype)
-            weights.append(jax.random.normal(leaf_key, shape, dtype) * scale)
-    return jax.tree.unflatten(treedef, weights)
+    table = weights_of(config)
+    keys = dict(zip(table, jax.random.split(key, len(table)), strict=True))
+
+    def drawn(path: tuple, shape: jax.ShapeDtypeStruct) -> jax.Array:
+        """Return one weight, of all layers where they are stacked."""
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        weight = table[name]
+        if not isinstance(weight.init, str):
+            return jnp.full(shape.shape, weight.init, dtype)
+        sizes = dict(zip(reversed(weight.axes), reversed(shape.shape), strict=False))
+        scale = math.prod(sizes[axis] for axis in weight.init) ** -0.5
+        return jax.random.normal(keys[name], shape.shape, dtype) * jnp.asarray(scale, dtype)
+
+    return jax.tree.map_with_path(drawn, abstract_weights(config, dtype))
 
 
-def weight_shapes(config: ModelConfig) -> Model:
-    """Return a `Model` whose leaves are the shapes of the weights, layers stacked.
-
-    It is the one table of which weights a configuration has.
-    """
-    depth = config.num_layers
-    width = config.width
-    ffn = config.ffn_width
-    dim = config.head_dim
-    heads = config.num_heads
-    kv_heads = config.num_kv_heads
-    layers: dict[str, Any] = {
-        "attention_norm": (depth, width),
-        "query": (depth, width, heads, dim),
-        "key": (depth, width, kv_heads, dim),
-        "value": (depth, width, kv_heads, dim),
-        "output": (depth, heads, dim, width),
-        "mlp_norm": (depth, width),
-        "gate": (depth, width, ffn),
-        "up": (depth, width, ffn),
-        "down": (depth, ffn, width),
+def abstract_weights(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Model:
+    """Return the shapes and dtypes of a model's weights, layers stacked; nothing is traced."""
+    sizes = {
+        "M": config.width,
+        "F": config.ffn_width,
+        "D": config.head_dim,
+        "H": config.num_heads,
+        "G": config.num_kv_heads,
+        "V": config.vocab_size,
     }
-    if config.qkv_bias:
-        layers["query_bias"] = (depth, heads, dim)
-        layers["key_bias"] = (depth, kv_heads, dim)
-        layers["value_bias"] = (depth, kv_heads, dim)
-    if config.qk_norm:
-        layers["query_norm"] = (depth, dim)
-        layers["key_norm"] = (depth, dim)
-
-    ends: dict[str, Any] = {"embed": (config.vocab_size, width), "norm": (width,), "head": None}
-    if not config.tied:
-        ends["head"] = (width, 1 if config.scalar_head else config.vocab_size)
-    return Model(layers=Layer(**layers), config=config, **ends)
+    shapes: dict[str, Any] = {
+        name: jax.ShapeDtypeStruct(tuple(sizes[axis] for axis in weight.axes), dtype)
+        for name, weight in weights_of(config).items()
+    }
+    ends = {name: shapes.pop(name, None) for name in END_WEIGHTS}
+    if config.scalar_head:
+        ends["head"] = jax.ShapeDtypeStruct((config.width, 1), dtype)
+    layers = {
+        name: shape.update(shape=(config.num_layers, *shape.shape))
+        for name, shape in shapes.items()
+    }
+    return Model(layers=layers, config=config, **ends)
 
 
 def stack(model: Model) -> Model:
     """Return the model with its layers as one `Layer`, each weight with a leading L."""
-    if isinstance(model.layers, Layer):
+    if isinstance(model.layers, dict):
         return model
     return dataclasses.replace(
         model, layers=jax.tree.map(lambda *leaves: jnp.stack(leaves), *model.layers)
@@ -88,7 +80,7 @@ def unstack(model: Model) -> Model:
 
     Each weight is then a buffer of its own, which every decoding step reads in place.
     """
-    if not isinstance(model.layers, Layer):
+    if not isinstance(model.layers, dict):
         return model
     layers = [
         jax.tree.map(lambda leaf, i=i: leaf[i], model.layers)
@@ -162,8 +154,9 @@ def run_layers(
     frequencies = jnp.asarray(rope_frequencies(model.config), jnp.float32)
     angles = positions[..., None].astype(jnp.float32) * frequencies
     rotation = (jnp.cos(angles), jnp.sin(angles))
-    step = functools.partial(_block, config=model.config, rotation=rotation, attend=attend)
-    if isinstance(model.layers, Layer):
+    block = FAMILIES[model.config.family].block
+    step = functools.partial(block, config=model.config, rotation=rotation, attend=attend)
+    if isinstance(model.layers, dict):
         policy = None if remat else _is_costly
         step = jax.checkpoint(step, prevent_cse=False, policy=policy)
         hidden, kept = jax.lax.scan(
@@ -187,56 +180,6 @@ def _is_costly(primitive: Primitive, *operands: Any, **params: Any) -> bool:
     return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *operands, **params)
 
 
-def _block(
-    hidden: jax.Array,
-    layer: Layer,
-    memory: Any,
-    *,
-    config: ModelConfig,
-    rotation: tuple[jax.Array, jax.Array],
-    attend: Callable,
-) -> tuple[jax.Array, Any]:
-    """Run one layer: attention and gated feed-forward, each added to hidden [B, Q, M]."""
-    normed = rms_norm(hidden, layer.attention_norm, config.norm_eps)
-    query = _project(normed, layer.query, layer.query_bias)
-    key = _project(normed, layer.key, layer.key_bias)
-    value = _project(normed, layer.value, layer.value_bias)
-    if layer.query_norm is not None and layer.key_norm is not None:
-        query = rms_norm(query, layer.query_norm, config.norm_eps)
-        key = rms_norm(key, layer.key_norm, config.norm_eps)
-    out, kept = attend(rotate(query, rotation), rotate(key, rotation), value, memory)
-
-    # Heads are merged by hand: an einsum over two axes makes XLA transpose the weight at every step
-    # on a CPU.
-    hidden = hidden + product(out.reshape(*out.shape[:2], -1), layer.output, inputs=2)
-    normed = rms_norm(hidden, layer.mlp_norm, config.norm_eps)
-    gated = jax.nn.silu(product(normed, layer.gate)) * product(normed, layer.up)
-    return hidden + product(gated, layer.down), kept
-
-
-def _project(x: jax.Array, weight: Array | OutputFirst, bias: Array | None) -> jax.Array:
-    out = product(x, weight)
-    return out if bias is None else out + bias
-
-
-def product(x: jax.Array, weight: Array | OutputFirst, inputs: int = 1) -> jax.Array:
-    """Multiply x [..., K] with a weight whose first `inputs` dimensions are K, the last if turned.
-
-    Both are taken as matrices: XLA on a CPU would transpose anything else at every step.
-    """
-    width = x.shape[-1]
-    rows = x.reshape(-1, width)
-    if isinstance(weight, OutputFirst):
-        outputs = weight.weight.shape[:-inputs]
-        turned = weight.weight.reshape(-1, width) @ rows.T
-        # Without the barrier XLA turns the product round: up to twice as slow on a CPU.
-        out = jax.lax.optimization_barrier(turned).T
-    else:
-        outputs = weight.shape[inputs:]
-        out = rows @ weight.reshape(width, -1)
-    return out.reshape(*x.shape[:-1], *outputs)
-
-
 def head_of(model: Model) -> Array | OutputFirst:
     """Return a model's head: its own, or its embedding where that is tied."""
     return OutputFirst(model.embed) if model.head is None else model.head
@@ -257,16 +200,6 @@ def logits(model: Model, hidden: Array) -> jax.Array:
     return jnp.where(jnp.arange(scores.shape[-1]) < model.config.vocab_size, scores, -jnp.inf)
 
 
-def rms_norm(x: jax.Array, scale: Array, eps: float) -> jax.Array:
-    """Compute x / sqrt(mean(x^2) + eps) * scale over the last axis (Zhang and Sennrich 2019).
-
-    The norm is taken in float32; the result has the dtype of x.
-    """
-    wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return wide.astype(x.dtype) * scale
-
-
 def rope_frequencies(config: ModelConfig) -> np.ndarray:
     """Return the rotary frequencies [D/2], in radians per position, after the family's scaling."""
     exponents = np.arange(0, config.head_dim, 2) / config.head_dim
@@ -282,14 +215,3 @@ def rope_frequencies(config: ModelConfig) -> np.ndarray:
     high = scaling.high_frequency_factor
     smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return frequencies * (smooth + (1 - smooth) / scaling.factor)
-
-
-def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotate x [B, Q, heads, D] by position, halves paired (the Hugging Face convention).
-
-    `rotation` holds cos and sin, float32 [B, Q, D/2], of `rope_frequencies` times the positions.
-    """
-    cos, sin = (part[:, :, None, :] for part in rotation)
-    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    out = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
-    return out.astype(x.dtype)

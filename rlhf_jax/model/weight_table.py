@@ -1,4 +1,4 @@
-"""How each weight lies in a file, as one table that loading and saving both read.
+"""Read and write weights as they lie in files, by their family's table.
 
 PyTorch keeps a linear map as `[out, in]` with heads flattened; here it is `[M, H, D]` and the like.
 Both are views of the same numbers, so reading a slice of ours touches only those bytes of the file.
@@ -9,51 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
+from jax.tree_util import DictKey
 
-from rlhf_jax.model.transformer import weight_shapes
-from rlhf_jax.types import Layer, Model, ModelConfig
-
-
-class StoredForm(NamedTuple):
-    """Name the axes of a weight, one letter each, in memory and in a file.
-
-    The letters are those of `types.py`. In a file, the axes of one group are flattened together.
-    """
-
-    axes: str
-    stored: tuple[str, ...]
-
-
-# The two forms of each weight, without the leading L of stacked layers, by its field.
-STORED_FORMS = {
-    "embed": StoredForm("VM", ("V", "M")),
-    "norm": StoredForm("M", ("M",)),
-    "head": StoredForm("MV", ("V", "M")),
-    "attention_norm": StoredForm("M", ("M",)),
-    "query": StoredForm("MHD", ("HD", "M")),
-    "key": StoredForm("MGD", ("GD", "M")),
-    "value": StoredForm("MGD", ("GD", "M")),
-    "output": StoredForm("HDM", ("M", "HD")),
-    "mlp_norm": StoredForm("M", ("M",)),
-    "gate": StoredForm("MF", ("F", "M")),
-    "up": StoredForm("MF", ("F", "M")),
-    "down": StoredForm("FM", ("M", "F")),
-    "query_bias": StoredForm("HD", ("HD",)),
-    "key_bias": StoredForm("GD", ("GD",)),
-    "value_bias": StoredForm("GD", ("GD",)),
-    "query_norm": StoredForm("D", ("D",)),
-    "key_norm": StoredForm("D", ("D",)),
-}
+from rlhf_jax.model.families import FAMILIES, weights_of
+from rlhf_jax.model.families.family import END_WEIGHTS
+from rlhf_jax.model.transformer import abstract_weights
+from rlhf_jax.model.weight import Weight, plain
+from rlhf_jax.types import Model, ModelConfig
 
 
 class WeightKey(NamedTuple):
-    """Name one weight: a field of `Model`, or of `Layer` with the layer's index."""
+    """Name one weight: a field of `Model`, or in a `Layer` with the layer's index."""
 
-    field: str
+    name: str
     layer: int | None
 
 
@@ -65,39 +37,38 @@ def weight_keys(config: ModelConfig) -> Iterator[tuple[WeightKey, tuple[int, ...
 
     The model's own weights come first, then those of one layer after another.
     """
-    shapes = weight_shapes(config)
-    for field in ("embed", "norm", "head"):
-        if getattr(shapes, field) is not None:
-            yield WeightKey(field, None), getattr(shapes, field)
-
-    layer = {name: shape[1:] for name, shape in vars(shapes.layers).items() if shape is not None}
+    ends = abstract_weights(config)
+    layers = ends.layers
+    assert isinstance(layers, dict), "They are stacked."
+    for name in END_WEIGHTS:
+        if getattr(ends, name) is not None:
+            yield WeightKey(name, None), getattr(ends, name).shape
     for index in range(config.num_layers):
-        for field, shape in layer.items():
-            yield WeightKey(field, index), shape
+        for name in FAMILIES[config.family].weights:
+            yield WeightKey(name, index), layers[name].shape[1:]
 
 
-def stored_names(config: ModelConfig, names: Mapping[str, str]) -> dict[WeightKey, str]:
-    """Return the name in a file of every weight of a model.
+def stored_names(config: ModelConfig, form: Literal["huggingface", "gguf"]) -> dict[WeightKey, str]:
+    """Return the name of every weight of a model in a kind of file."""
+    table = weights_of(config)
+    return {
+        key: getattr(table[key.name], form).format(layer=key.layer)
+        for key, _ in weight_keys(config)
+    }
 
-    `names` gives it by field, with `{layer}` for the layer's index, as a `Family` does.
-    """
-    return {key: names[key.field].format(layer=key.layer) for key, _ in weight_keys(config)}
 
-
-def stored_shape(field: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def stored_shape(weight: Weight, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape in a file of a weight whose shape in memory, without L, is `shape`."""
-    form = STORED_FORMS[field]
-    size = dict(zip(form.axes, shape, strict=True))
-    return tuple(math.prod(size[letter] for letter in group) for group in form.stored)
+    size = dict(zip(weight.axes, shape, strict=True))
+    return tuple(math.prod(size[letter] for letter in group) for group in weight.stored)
 
 
-def from_stored(field: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def from_stored(weight: Weight, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """View a file's array as the weight in memory, of shape `shape` without L."""
-    form = STORED_FORMS[field]
-    size = dict(zip(form.axes, shape, strict=True))
-    letters = "".join(form.stored)
+    size = dict(zip(weight.axes, shape, strict=True))
+    letters = "".join(weight.stored)
     heads_apart = array.reshape([size[letter] for letter in letters])
-    return heads_apart.transpose([letters.index(letter) for letter in form.axes])
+    return heads_apart.transpose([letters.index(letter) for letter in weight.axes])
 
 
 def assemble(read: ReadWeight, config: ModelConfig, dtype, shardings: Model | None = None) -> Model:
@@ -107,31 +78,32 @@ def assemble(read: ReadWeight, config: ModelConfig, dtype, shardings: Model | No
     sharded leaf. `shardings` is a `Model` of `jax.sharding.Sharding`; None puts all on the first
     local device.
     """
+    table = weights_of(config)
     first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
     def make_leaf(
-        path, shape: tuple[int, ...], sharding: jax.sharding.Sharding = first_device
+        path, leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding = first_device
     ) -> jax.Array:
-        field = path[-1].name
-        stacked = len(path) > 1
+        shape = leaf.shape
+        stacked = isinstance(path[-1], DictKey)
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        weight = table[name]
 
         def read_part(index) -> np.ndarray:
             if not stacked:
-                whole = from_stored(field, read(WeightKey(field, None)), shape)
+                whole = from_stored(weight, read(WeightKey(name, None)), shape)
                 return whole[index].astype(np.dtype(dtype))
             sizes = [len(range(size)[part]) for size, part in zip(shape, index, strict=True)]
             out = np.empty(sizes, np.dtype(dtype))
             for position, layer in enumerate(range(shape[0])[index[0]]):
-                weight = from_stored(field, read(WeightKey(field, layer)), shape[1:])
-                out[position] = weight[index[1:]]
+                of_layer = from_stored(weight, read(WeightKey(name, layer)), shape[1:])
+                out[position] = of_layer[index[1:]]
             return out
 
         return jax.make_array_from_callback(shape, sharding, read_part, dtype=np.dtype(dtype))
 
     rest = () if shardings is None else (shardings,)
-    return jax.tree.map_with_path(
-        make_leaf, weight_shapes(config), *rest, is_leaf=lambda x: isinstance(x, tuple)
-    )
+    return jax.tree.map_with_path(make_leaf, abstract_weights(config), *rest)
 
 
 def stored_weight(model: Model, key: WeightKey) -> np.ndarray:
@@ -139,16 +111,17 @@ def stored_weight(model: Model, key: WeightKey) -> np.ndarray:
 
     The model's layers may be stacked or unrolled.
     """
+    weight = weights_of(model.config)[key.name]
     if key.layer is None:
-        array = np.asarray(getattr(model, key.field))
-    elif isinstance(model.layers, Layer):
-        array = np.asarray(getattr(model.layers, key.field)[key.layer])
+        found = getattr(model, key.name)
+    elif isinstance(model.layers, dict):
+        found = jax.tree.map(lambda leaf: leaf[key.layer], model.layers[key.name])
     else:
-        array = np.asarray(getattr(model.layers[key.layer], key.field))
-    form = STORED_FORMS[key.field]
-    letters = "".join(form.stored)
-    in_order = array.transpose([form.axes.index(letter) for letter in letters])
-    return in_order.reshape(stored_shape(key.field, array.shape))
+        found = model.layers[key.layer][key.name]
+    array = np.asarray(plain(found, len(weight.inputs)))
+    letters = "".join(weight.stored)
+    in_order = array.transpose([weight.axes.index(letter) for letter in letters])
+    return in_order.reshape(stored_shape(weight, array.shape))
 
 
 def check_weights(
@@ -162,7 +135,10 @@ def check_weights(
     `found` gives file and shape by name in the file, `names` the names of `config`'s weights.
     """
     model = f"a {config.family} model of {config.num_layers} layers"
-    expected = {names[key]: stored_shape(key.field, shape) for key, shape in weight_keys(config)}
+    table = weights_of(config)
+    expected = {
+        names[key]: stored_shape(table[key.name], shape) for key, shape in weight_keys(config)
+    }
     for name, shape in expected.items():
         if name not in found:
             raise ValueError(

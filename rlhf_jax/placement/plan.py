@@ -19,7 +19,6 @@ from jax.sharding import Mesh
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import REFERENCE, Kernels
 from rlhf_jax.mesh import AXES, AXIS_TYPES, Layout, abstract_mesh, make_mesh
-from rlhf_jax.placement.chips import is_box
 from rlhf_jax.runtime.foreign import parse_json, reading_foreign
 
 # By the names of the calls that a run has. No call asks for another's devices.
@@ -253,20 +252,6 @@ def check_parts(plan: Plan, source: str, device_kind: str, in_slice: int) -> Non
             raise ValueError(
                 f"{source} has programs of {call} for {part} chips of a slice of {in_slice}"
                 f" {device_kind}, which must all be in each: give {call} all, and mesh.slices 1."
-            )
-
-
-def check_boxes(plan: Plan, source: str, torus: Sequence[int]) -> None:
-    """Raise ValueError where a call's chips are no box of a TPU's torus, as a program's must be.
-
-    torus: the chips along each axis of the slice; () where nobody knows, or there is none.
-    """
-    for call, placed in plan.placements.items():
-        if torus and not is_box(torus, placed.devices):
-            raise ValueError(
-                f"{source} places {call} on chips {placed.first} to {placed.devices[-1]} of a slice"
-                f" of {'x'.join(map(str, torus))}, and they are no box of it: give a call half of"
-                " the chips, a quarter ... or three quarters of whole planes."
             )
 
 

@@ -6,14 +6,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
 from rlhf_jax.mesh import sizes
-from rlhf_jax.model.weight_table import weight_keys
 from rlhf_jax.placement.pipelined import fill_with_copies
 from rlhf_jax.placement.plan import Placement, Plan, check, read_plan
 from rlhf_jax.runtime.files import find
@@ -66,15 +64,6 @@ def plan_of(
 def layer_counts(models: ModelConfigs) -> dict[str, int]:
     """Return the layers of each model that a run trains, by the names that a plan uses."""
     return {name: model.num_layers for name, model in models.trunks.items()}
-
-
-def parameter_counts(models: ModelConfigs) -> dict[str, int]:
-    """Count the weights of each model that a run trains or asks, by the names that a plan uses."""
-    named = {f"reward model {number}": model for number, model in enumerate(models.rewards, 1)}
-    return {
-        name: sum(math.prod(shape) for _, shape in weight_keys(model))
-        for name, model in (models.trunks | named).items()
-    }
 
 
 def colocated(base: Placement, calls: Collection[str]) -> dict[str, Placement]:

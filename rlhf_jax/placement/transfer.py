@@ -19,7 +19,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from rlhf_jax.mesh import Layout, model_shardings, on_slice, pin_weights
+from rlhf_jax.mesh import Layout, on_slice
+from rlhf_jax.model.families.family import END_WEIGHTS
+from rlhf_jax.model.shardings import model_shardings, pin_weights
 from rlhf_jax.placement.leg import Leg, Placing
 from rlhf_jax.placement.program import LegProgram, copy_over, leg_programs, run_legs, send_across
 from rlhf_jax.placement.route import BytesMoved, Route, find_route, traffic
@@ -43,7 +45,7 @@ def transfer(model: Model, layout: Layout, dtype: DTypeLike | None = None) -> Mo
         return model
     found = transfer_ends(model, layout, dtype)
     layers = transfer_layers(model, layout, dtype)
-    if not isinstance(model.layers, Layer):
+    if not isinstance(model.layers, dict):
         return dataclasses.replace(found, layers=tuple(layers))
     stacked = None
     for index, layer in enumerate(layers):
@@ -57,13 +59,13 @@ def transfer_layers(
     model: Model, layout: Layout, dtype: DTypeLike | None = None
 ) -> Iterator[Layer]:
     """Return the layers one by one, unrolled, each as a layout has it once it is asked for."""
-    if not isinstance(model.layers, Layer):
+    if not isinstance(model.layers, dict):
         for layer in model.layers:
             yield move(layer, _places(layer, layout), dtype)
         return
     for part in _by_slices(model.layers):
         places = _places(_one_layer(part), layout)
-        for index in range(len(part.attention_norm)):
+        for index in range(_depth(part)):
             yield move(part, places, dtype, index=index)
 
 
@@ -72,7 +74,7 @@ def transfer_ends(model: Model, layout: Layout, dtype: DTypeLike | None = None) 
     ends = dataclasses.replace(model, layers=())
     places = _places(ends, layout)
     moved = {}
-    for name in ("embed", "norm", "head"):
+    for name in END_WEIGHTS:
         leaf = getattr(model, name)
         moved[name] = None if leaf is None else move(leaf, getattr(places, name, None), dtype)
     return dataclasses.replace(ends, **moved)
@@ -86,9 +88,9 @@ def is_in_place(tree: Any, layout: Layout, dtype: DTypeLike | None = None) -> bo
 def bytes_moved(model: Model, layout: Layout, dtype: DTypeLike | None = None) -> BytesMoved:
     """Count the bytes that go from device to device when a model comes to a layout."""
     parts: list[tuple[Any, int]] = [(dataclasses.replace(model, layers=()), 1)]
-    if isinstance(model.layers, Layer):
+    if isinstance(model.layers, dict):
         stacked = _by_slices(model.layers)
-        parts += [(_one_layer(part), part.attention_norm.shape[0]) for part in stacked]
+        parts += [(_one_layer(part), _depth(part)) for part in stacked]
     else:
         parts.append((model.layers, 1))
     needed = 0
@@ -238,10 +240,14 @@ def _lies(tree: Any, places: Any, dtype: DTypeLike | None) -> bool:
 
 def _by_slices(layers: Layer) -> list[Layer]:
     """Return the stacked layers that each slice has of a pipelined model; of others all as one."""
-    place = typed(jax.Array, layers.attention_norm).sharding
+    place = jax.tree.leaves(layers)[0].sharding
     if not isinstance(place, NamedSharding) or not place.spec or place.spec[0] is None:
         return [layers]
     return [on_slice(layers, own) for own in Layout(typed(Mesh, place.mesh)).split()]
+
+
+def _depth(layers: Layer) -> int:
+    return jax.tree.leaves(layers)[0].shape[0]
 
 
 def _one_layer(layers: T) -> T:

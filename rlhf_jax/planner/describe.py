@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlhf_jax import mesh as meshes
-from rlhf_jax.config import derived, memory_parts
-from rlhf_jax.config.hardware import Hardware
+from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
-from rlhf_jax.config.sizes import PlannedRun, abstract_weights, bubble_warnings
-from rlhf_jax.config.validation import check_batches, check_rows
+from rlhf_jax.memory import parts as memory_parts
+from rlhf_jax.memory.sizes import PlannedRun, bubble_warnings
+from rlhf_jax.model.shardings import unsplit
+from rlhf_jax.model.transformer import abstract_weights
 from rlhf_jax.monitoring import console
 from rlhf_jax.placement.plan import training_layout
-from rlhf_jax.placement.search.costs import CallCost, PlacedRun, predict_call
-from rlhf_jax.placement.search.pipelines import joint_training
+from rlhf_jax.planner.hardware import Hardware
 from rlhf_jax.planner.planned import Planned
+from rlhf_jax.planner.search.costs import CallCost, PlacedRun, predict_call
+from rlhf_jax.planner.search.pipelines import joint_training
 from rlhf_jax.setup.describe import placement_rows, work_rows
+from rlhf_jax.setup.validation import check_batches, check_rows
 
 
 def print_plan(config: Config, planned: Planned, more: Sequence[tuple[str, str]] = ()) -> None:
@@ -28,7 +31,7 @@ def print_plan(config: Config, planned: Planned, more: Sequence[tuple[str, str]]
         ("model", f"{config.model.path} ({model})"),
         *placement_rows(str(planned.hardware), planned.plan),
         *work_rows(config),
-        *(("not split", line) for line in meshes.unsplit(weights, layout)),
+        *(("not split", line) for line in unsplit(weights, layout)),
         ("activations", planned.remat_reason),
         ("memory", "\n".join(memory_parts.table(planned.parts))),
         *_predicted_rows(config, planned),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhf_jax.config import memory_parts
+from rlhf_jax.memory import parts as memory_parts
 from rlhf_jax.monitoring import console
 from rlhf_jax.planner.pipelined_plans import TrainingComparison
 from rlhf_jax.planner.priced import PricedPlan

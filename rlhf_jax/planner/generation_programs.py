@@ -13,8 +13,7 @@ import numpy as np
 
 from pallas_kernels.shapes import BLOCK
 from rlhf_jax.cache.state import DecodeState
-from rlhf_jax.config import derived, memory
-from rlhf_jax.config.sizes import PlannedRun, row_share
+from rlhf_jax.generation import drafting
 from rlhf_jax.generation import rows as generation_rows
 from rlhf_jax.generation.scheduler import PREFILLED, prompt_width, shared
 from rlhf_jax.generation.speculative import tree as trees
@@ -23,12 +22,14 @@ from rlhf_jax.generation.speculative.protocol import DRAFTERS, DraftContext
 from rlhf_jax.generation.speculative.round import run_round
 from rlhf_jax.generation.speculative.sampling import Truncation
 from rlhf_jax.generation.strategy import prior
+from rlhf_jax.memory import estimate
+from rlhf_jax.memory.sizes import PlannedRun, row_share
 from rlhf_jax.mesh import FLOAT32
-from rlhf_jax.placement.search.collectives import received_bytes
-from rlhf_jax.placement.search.costs import forward_flops
 from rlhf_jax.placement.transfer import layer_programs
 from rlhf_jax.planner import shapes
 from rlhf_jax.planner.placed_calls import CallProgram, Foreseen, PlacedCalls
+from rlhf_jax.planner.search.collectives import received_bytes
+from rlhf_jax.planner.search.costs import forward_flops
 from rlhf_jax.runtime.compilation import Execute
 from rlhf_jax.types import ModelConfig, Strategy
 
@@ -77,9 +78,9 @@ def prefill(calls: PlacedCalls) -> CallProgram:
     rows = shared(PREFILLED, layout)
     own = rows // layout.row_shards
     width = prompt_width(
-        calls.config.data.max_prompt_tokens, memory.decode_state(run).tokens.shape[1]
+        calls.config.data.max_prompt_tokens, estimate.decode_state(run).tokens.shape[1]
     )
-    prompts = run.rows(memory.empty_rows(run, rows, width, 0, 0))
+    prompts = run.rows(estimate.empty_rows(run, rows, width, 0, 0))
     work = max(run.forward(model, own, width) for model in models)
     held = unread = 0
     sent = 0.0
@@ -136,7 +137,7 @@ def run_prefill(calls: PlacedCalls, rows: int, width: int, execute: Execute, dep
 def _decoded(calls: PlacedCalls) -> DecodeState:
     """Return the shapes of what a slice decodes."""
     run = calls.run("generation")
-    return shapes.row_shapes(lambda: memory.decode_state(run), run.layout)
+    return shapes.row_shapes(lambda: estimate.decode_state(run), run.layout)
 
 
 def drafts(calls: PlacedCalls) -> Iterator[CallProgram]:
@@ -145,7 +146,7 @@ def drafts(calls: PlacedCalls) -> Iterator[CallProgram]:
     drafter = calls.models.drafter
     strategies = [
         one
-        for one in derived.strategies(calls.config).strategies
+        for one in drafting.strategies(calls.config).strategies
         if one.parents and DRAFTERS[one.drafter].needs_model
     ]
     if drafter is None or not strategies:
@@ -153,7 +154,7 @@ def drafts(calls: PlacedCalls) -> Iterator[CallProgram]:
     strategy = max(strategies, key=lambda one: len(one.parents))
     fed = len(set(strategy.parents))  # nodes with children
     rows = calls.config.generation.max_rows
-    state = memory.decode_state(run)
+    state = estimate.decode_state(run)
     # Where no kernel attends, a TPU's products want keys and values in another order.
     plain = run.layout.kernels.tree_attention == "reference" and run.layout.platform == "tpu"
     held = run.weights(drafter, role="generation") + (1 + plain) * run.rows(state.draft)
@@ -204,7 +205,7 @@ def run_drafter(
         np.zeros((calls.config.generation.max_rows, 0), np.int32),
         own.models.drafter and shapes.model_shapes(own.models.drafter, layout),
         truncation(calls),
-        with_logits=derived.keeps_draft_logits(calls.config),
+        with_logits=drafting.keeps_draft_logits(calls.config),
         layout=layout,
     )
     return verb(execute, _decoded(own), context)
@@ -219,13 +220,13 @@ def truncation(calls: PlacedCalls) -> Truncation:
 def rounds(calls: PlacedCalls) -> Iterator[CallProgram]:
     """Yield plain decoding, or the shortest round, and the one that verifies most drafts."""
     run = calls.run("generation")
-    candidates = derived.strategies(calls.config)
-    state = run.rows(memory.decode_state(run))
+    candidates = drafting.strategies(calls.config)
+    state = run.rows(estimate.decode_state(run))
     weights = run.weights(calls.models.policy, role="generation")
     beside = calls.always("generation", BESIDE_ROUNDS)
     counts = candidates.nodes.tolist()
-    for nodes in dict.fromkeys((min(counts), memory.most_nodes(calls.config, run.layout))):
-        work = memory.round_bytes(run, memory.decode_state(run), nodes)
+    for nodes in dict.fromkeys((min(counts), estimate.most_nodes(calls.config, run.layout))):
+        work = estimate.round_bytes(run, estimate.decode_state(run), nodes)
         flops, sent = round_work(calls, nodes)
         yield CallProgram(
             "generation",
@@ -244,7 +245,7 @@ def round_work(calls: PlacedCalls, nodes: int) -> tuple[float, float]:
     policy = calls.models.policy
     work = prior.work(policy, itemsize=1)
     rows = calls.config.generation.max_rows
-    context = memory.decode_state(run).tokens.shape[1] + nodes
+    context = estimate.decode_state(run).tokens.shape[1] + nodes
     flops = rows * nodes * (work.token_flops + work.context_flops * context)
     own = row_share(rows, run.layout) * nodes
     sent = (2 * policy.num_layers + 1) * summed_bytes(run, policy, own)
@@ -270,7 +271,7 @@ def run_nodes(calls: PlacedCalls, strategy: Strategy, execute: Execute, depth: i
     count = trees.bucket(strategy)
     drafts = shapes.row_shapes(lambda: jnp.zeros((rows, count - 1), jnp.int32), layout)
     logits = None
-    if derived.keeps_draft_logits(calls.config):
+    if drafting.keeps_draft_logits(calls.config):
         each = (rows, count, calls.models.policy.vocab_size)
         logits = shapes.row_shapes(lambda: jnp.zeros(each, jnp.float32), layout)
     return execute(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 
-from rlhf_jax.monitoring.report.charts import Lane, complete_svg, lanes_chart
-from rlhf_jax.monitoring.report.scales import axis_number, share
-from rlhf_jax.placement.search.schedule import Event
 from rlhf_jax.planner.priced import PricedPlan
+from rlhf_jax.planner.search.schedule import Event
+from rlhf_jax.report.charts import Lane, complete_svg, lanes_chart
+from rlhf_jax.report.scales import axis_number, share
 
 ARRIVING = "weights"  # the class and the legend's word of weights on their way
 CALL_COLOURS = {

@@ -8,16 +8,16 @@ import math
 from typing import NamedTuple
 
 from rlhf_jax.config import derived
-from rlhf_jax.config.hardware import Hardware
-from rlhf_jax.config.validation import check_pipelined_training
 from rlhf_jax.placement.pipelined import crossover_tokens
 from rlhf_jax.placement.plan import Placement
-from rlhf_jax.placement.search.branch_and_bound import SearchResult, search
-from rlhf_jax.placement.search.options import SearchSpace
-from rlhf_jax.placement.search.parts import part_sizes, part_starts, powers_of_two
-from rlhf_jax.placement.search.pipelines import JointTraining, placements_of, policy_pipelines
-from rlhf_jax.placement.search.schedule import Option, Problem
+from rlhf_jax.planner.hardware import Hardware
 from rlhf_jax.planner.priced import FoundPlan, PlanPrices
+from rlhf_jax.planner.search.branch_and_bound import SearchResult, search
+from rlhf_jax.planner.search.options import SearchSpace
+from rlhf_jax.planner.search.parts import part_sizes, part_starts, powers_of_two
+from rlhf_jax.planner.search.pipelines import JointTraining, placements_of, policy_pipelines
+from rlhf_jax.planner.search.schedule import Option, Problem
+from rlhf_jax.setup.validation import check_pipelined_training
 
 PIPELINED = "pipelined"  # what the best plan that trains as pipelines is called
 PIPELINED_SECONDS = 20.0  # of the CPU, in which the other calls of such a plan are to be placed

@@ -14,15 +14,15 @@ from typing import Any
 import jax
 
 from rlhf_jax.config import derived
-from rlhf_jax.config.memory_updates import KEPT, activation_bytes, largest_work
-from rlhf_jax.config.sizes import PlannedRun
+from rlhf_jax.memory.sizes import PlannedRun
+from rlhf_jax.memory.updates import KEPT, activation_bytes, largest_work
 from rlhf_jax.mesh import FLOAT32, bytes_per_device
-from rlhf_jax.placement.search.collectives import received_bytes
-from rlhf_jax.placement.search.costs import Work
-from rlhf_jax.placement.search.pipelines import StageWorks, stage_works
 from rlhf_jax.placement.transfer import ends_programs
 from rlhf_jax.planner import shapes
 from rlhf_jax.planner.placed_calls import CallProgram, Foreseen, PlacedCalls
+from rlhf_jax.planner.search.collectives import received_bytes
+from rlhf_jax.planner.search.costs import Work
+from rlhf_jax.planner.search.pipelines import StageWorks, stage_works
 from rlhf_jax.runtime.compilation import Execute
 from rlhf_jax.training import stages
 from rlhf_jax.training.gradients import Gradient, Learner

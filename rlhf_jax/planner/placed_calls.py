@@ -11,17 +11,20 @@ import jax
 from jax.stages import Traced
 
 from rlhf_jax import mesh as meshes
-from rlhf_jax.config import derived, memory, memory_parts
+from rlhf_jax.config import derived
 from rlhf_jax.config.algorithms import algorithm_of
-from rlhf_jax.config.hardware import Hardware
-from rlhf_jax.config.memory_parts import Part
 from rlhf_jax.config.schema import Config
-from rlhf_jax.config.sizes import PlannedRun
+from rlhf_jax.memory import estimate
+from rlhf_jax.memory import parts as memory_parts
+from rlhf_jax.memory.parts import Part
+from rlhf_jax.memory.sizes import PlannedRun
 from rlhf_jax.mesh import FLOAT32
 from rlhf_jax.model.flops import jaxpr_flops
+from rlhf_jax.model.shardings import model_shardings
 from rlhf_jax.placement.plan import CallLayouts, Plan
-from rlhf_jax.placement.search.costs import PlacedRun
 from rlhf_jax.planner import shapes
+from rlhf_jax.planner.hardware import Hardware
+from rlhf_jax.planner.search.costs import PlacedRun
 from rlhf_jax.runtime.compilation import Execute
 from rlhf_jax.training.gradients import Gradient, Learner
 from rlhf_jax.training.optimizer import make_optimizer
@@ -64,7 +67,7 @@ class CallProgram(NamedTuple):
             traced.append(function.trace(*arguments, **options))
             found = traced[-1].out_info
             if isinstance(found, Gradient) and "layout" in options:  # to which sums are held
-                places = meshes.model_shardings(found, options["layout"])
+                places = model_shardings(found, options["layout"])
                 return shapes.placed(found, places)
             return found
 
@@ -140,7 +143,7 @@ class PlacedCalls:
 
     def parts(self, call: str) -> list[Part]:
         """Return the parts of memory on the fullest of a call's devices."""
-        found = memory.by_group(self.config, self.models, self.plan, self.layouts, self.remat)
+        found = estimate.by_group(self.config, self.models, self.plan, self.layouts, self.remat)
         there = [parts for calls, parts in found if call in calls]
         return max(there, key=lambda parts: memory_parts.peak(parts)[1])
 

@@ -9,15 +9,20 @@ from typing import NamedTuple
 
 import jax
 
-from rlhf_jax.config import derived, memory, memory_parts
-from rlhf_jax.config.hardware import Hardware
-from rlhf_jax.config.memory_parts import Part
+from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
-from rlhf_jax.config.sizes import PlannedRun
+from rlhf_jax.generation import drafting
+from rlhf_jax.memory import estimate
+from rlhf_jax.memory import parts as memory_parts
+from rlhf_jax.memory.parts import Part
+from rlhf_jax.memory.sizes import PlannedRun
 from rlhf_jax.model.published import is_published, shape_of
 from rlhf_jax.model.weights.source import SMOLLM2_NAME
-from rlhf_jax.placement.plan import CallLayouts, Plan, check_boxes
+from rlhf_jax.placement.plan import CallLayouts, Plan
+from rlhf_jax.planner.chips import check_boxes
+from rlhf_jax.planner.hardware import Hardware
 from rlhf_jax.setup.calls import count_devices, place_calls
+from rlhf_jax.setup.opened import register_own
 from rlhf_jax.training.distill import student_config
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
@@ -44,7 +49,7 @@ def plan_run(config: Config, hardware: Hardware) -> Planned:
 
     Prompts and rewards are not looked at.
     """
-    derived.register_own(config)
+    register_own(config)
     models = _models(config)
     plan, _ = place_calls(config, models, hardware, hardware.count, hardware.count)
     check_boxes(plan, f"plan: {config.plan or 'mesh'}", hardware.torus)
@@ -52,8 +57,8 @@ def plan_run(config: Config, hardware: Hardware) -> Planned:
     gigabytes = config.mesh.device_memory_gb
     limit = min(filter(None, (hardware.gigabytes, gigabytes)), default=0.0)
     known = limit * memory_parts.GIGA if limit else None
-    foreseen = functools.partial(memory.fullest, config, models, plan, layouts)
-    remat, reason = memory.settle_remat(config, foreseen(remat=False), known)
+    foreseen = functools.partial(estimate.fullest, config, models, plan, layouts)
+    remat, reason = estimate.settle_remat(config, foreseen(remat=False), known)
     parts = foreseen(remat=remat)
     return Planned(hardware._replace(gigabytes=limit), plan, layouts, models, parts, remat, reason)
 
@@ -85,7 +90,7 @@ def hardware_of(config: Config) -> Hardware:
         return Hardware("gpu", "device", math.prod(asked), sizes.device_memory_gb, 9.0)
     device = jax.devices()[0]
     capability = float(getattr(device, "compute_capability", 0) or 0)
-    known = (memory.memory_for_remat(config, device) or 0.0) / memory_parts.GIGA
+    known = (estimate.memory_for_remat(config, device) or 0.0) / memory_parts.GIGA
     return Hardware(device.platform, device.device_kind, count_devices(), known, capability)
 
 
@@ -93,7 +98,7 @@ def _models(config: Config) -> ModelConfigs:
     """Return the shapes of all models of a run."""
     policy = shape_of(config.model.path)
     drafter: ModelConfig | None = None
-    if derived.has_drafter(config):
+    if drafting.has_drafter(config):
         layers = config.drafter.layers
         drafter = student_config(policy, layers) if layers else shape_of(config.drafter.path)
     critics = {

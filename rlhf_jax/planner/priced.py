@@ -9,16 +9,19 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rlhf_jax.config import derived, memory, memory_parts, validation
-from rlhf_jax.config.generation_checks import check_lag
-from rlhf_jax.config.hardware import Hardware
-from rlhf_jax.config.memory_parts import Part
+from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
-from rlhf_jax.placement.plan import Placement, Plan, check, check_boxes, check_parts
+from rlhf_jax.memory import estimate
+from rlhf_jax.memory import parts as memory_parts
+from rlhf_jax.memory.parts import Part
+from rlhf_jax.placement.plan import Placement, Plan, check, check_parts
 from rlhf_jax.placement.presets import PRESETS, layer_counts, plan_of
-from rlhf_jax.placement.search.branch_and_bound import search
-from rlhf_jax.placement.search.options import SearchSpace
-from rlhf_jax.placement.search.schedule import (
+from rlhf_jax.planner.chips import check_boxes
+from rlhf_jax.planner.hardware import Hardware
+from rlhf_jax.planner.planned import Planned
+from rlhf_jax.planner.search.branch_and_bound import search
+from rlhf_jax.planner.search.options import SearchSpace
+from rlhf_jax.planner.search.schedule import (
     STEADY,
     Event,
     Problem,
@@ -27,8 +30,9 @@ from rlhf_jax.placement.search.schedule import (
     stage_seconds,
     steady_seconds,
 )
-from rlhf_jax.planner.planned import Planned
+from rlhf_jax.setup import validation
 from rlhf_jax.setup.calls import place_calls
+from rlhf_jax.setup.generation_checks import check_lag
 from rlhf_jax.types import ModelConfigs
 
 MESH = "mesh"  # what the plan in which all calls have the config's mesh is called
@@ -119,7 +123,7 @@ class PlanPrices:
         )
         if asked != "auto":
             return {asked == "on": space(remat=asked == "on")}
-        return {False: space(remat=False, room=memory.ROOM), True: space(remat=True)}
+        return {False: space(remat=False, room=estimate.ROOM), True: space(remat=True)}
 
     @functools.cached_property
     def problems(self) -> dict[bool, Problem]:
@@ -129,10 +133,10 @@ class PlanPrices:
     def price(self, name: str, plan: Plan) -> PricedPlan:
         """Predict what a plan takes that has been checked."""
         foreseen = functools.partial(
-            memory.fullest, self.config, self.models, plan, plan.layouts(self.hardware.platform)
+            estimate.fullest, self.config, self.models, plan, plan.layouts(self.hardware.platform)
         )
         limit = self.hardware.gigabytes * memory_parts.GIGA
-        remat, _ = memory.settle_remat(self.config, foreseen(remat=False), limit)
+        remat, _ = estimate.settle_remat(self.config, foreseen(remat=False), limit)
         parts = foreseen(remat=remat)
         problem = self.problems[remat]
         placed = self.spaces[remat].placed(plan, name)

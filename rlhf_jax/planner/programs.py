@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlhf_jax.config import derived, memory
+from rlhf_jax.generation import drafting
 from rlhf_jax.inference.scoring import READ, score_packed
+from rlhf_jax.memory import estimate
+from rlhf_jax.memory.updates import update_parts
 from rlhf_jax.mesh import FLOAT32
 from rlhf_jax.planner import shapes
 from rlhf_jax.planner.generation_programs import arrivals, drafts, prefill, rounds
@@ -38,7 +40,7 @@ def programs(calls: PlacedCalls) -> Iterator[CallProgram]:
                 pipelined_updates(calls, call) if run.is_pipelined else [gradient(calls, call)]
             )
             yield optimizers_step(calls, call)
-        if call == "policy_training" and derived.trains_drafter(calls.config):
+        if call == "policy_training" and drafting.trains_drafter(calls.config):
             yield from student_updates(calls)
 
 
@@ -68,7 +70,7 @@ def scores(calls: PlacedCalls, call: str, model: ModelConfig) -> CallProgram:
 
     held = run.weights(model)
     work = placed.forward(model, passes)
-    size = held + memory.scoring_bytes(run, role, model, run.batch_rows)
+    size = held + estimate.scoring_bytes(run, role, model, run.batch_rows)
     return CallProgram(
         call,
         "rewards" if rewards else "scores",
@@ -93,7 +95,7 @@ def gradient(calls: PlacedCalls, call: str) -> CallProgram:
         return sum_gradients(calls.learner(call), weights, [batch], execute=execute)
 
     held = run.weights(model, FLOAT32)
-    size = held + sum(part.bytes for part in memory.update_parts(run, model))
+    size = held + sum(part.bytes for part in update_parts(run, model))
     work = placed.gradient(model, passes)
     before = calls.trained[: calls.trained.index(call)]
     return CallProgram(

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from rlhf_jax.config import validation
-from rlhf_jax.config.generation_checks import check_lag
-from rlhf_jax.config.memory_parts import FEWER_ROWS
 from rlhf_jax.config.schema import Config
-from rlhf_jax.placement.chips import Efficiency
+from rlhf_jax.memory.parts import FEWER_ROWS
+from rlhf_jax.memory.sizes import parameter_counts
 from rlhf_jax.placement.pipelined import is_pipelined
 from rlhf_jax.placement.plan import Plan
-from rlhf_jax.placement.presets import PRESETS, parameter_counts
+from rlhf_jax.placement.presets import PRESETS
+from rlhf_jax.planner.chips import Efficiency
 from rlhf_jax.planner.pipelined_plans import (
     PIPELINED,
     TrainingComparison,
@@ -22,6 +21,8 @@ from rlhf_jax.planner.pipelined_plans import (
 )
 from rlhf_jax.planner.planned import Planned
 from rlhf_jax.planner.priced import MESH, FoundPlan, PlanPrices, PricedPlan
+from rlhf_jax.setup import validation
+from rlhf_jax.setup.generation_checks import check_lag
 
 SEARCH_SECONDS = 60.0  # of the CPU, in which a plan is to be found and proved
 FACTORS = (0.5, 1.5)  # by which each efficiency of a chip is varied, one at a time

@@ -15,10 +15,10 @@ from pallas_kernels.shapes import BLOCK
 from rlhf_jax import mesh as meshes
 from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
-from rlhf_jax.config.sizes import abstract_weights
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model.attention import packed_block
-from rlhf_jax.model.transformer import pad_vocab, unstack
+from rlhf_jax.model.shardings import model_shardings
+from rlhf_jax.model.transformer import abstract_weights, pad_vocab, unstack
 from rlhf_jax.runtime.compilation import Execute
 from rlhf_jax.sequences.batch import PackedSequences
 from rlhf_jax.sequences.columns import declaration
@@ -68,7 +68,7 @@ def model_shapes(model: ModelConfig, layout: Layout, dtype: DTypeLike | None = N
         split = layout.extent("tensor")
         block = BLOCK * split if split > 1 else 1
         shapes = jax.eval_shape(lambda made: pad_vocab(unstack(made), block), shapes)
-    return placed(shapes, meshes.model_shardings(shapes, layout))
+    return placed(shapes, model_shardings(shapes, layout))
 
 
 def run_step(learner: Learner, weights: Model, execute: Execute) -> Trained:

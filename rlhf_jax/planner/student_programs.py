@@ -11,15 +11,16 @@ from typing import cast as typed
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.config import derived, memory_updates
-from rlhf_jax.config.sizes import row_share
+from rlhf_jax.config import derived
+from rlhf_jax.memory import updates
+from rlhf_jax.memory.sizes import row_share
 from rlhf_jax.mesh import FLOAT32
 from rlhf_jax.model.attention import packed_block
 from rlhf_jax.model.flops import product_flops
-from rlhf_jax.placement.search.costs import forward_flops, gradient_flops
-from rlhf_jax.placement.search.traffic import ShardedModel, forward_traffic, gradient_traffic
 from rlhf_jax.planner import shapes
 from rlhf_jax.planner.placed_calls import CallProgram, Foreseen, PlacedCalls
+from rlhf_jax.planner.search.costs import forward_flops, gradient_flops
+from rlhf_jax.planner.search.traffic import ShardedModel, forward_traffic, gradient_traffic
 from rlhf_jax.runtime.compilation import Execute
 from rlhf_jax.sequences.batch import PackedSequences
 from rlhf_jax.setup.settings import student_settings
@@ -61,7 +62,7 @@ def reading(calls: PlacedCalls, settings: TrainingSettings, *, copied: bool) -> 
     head = sharded.gathered(sharded.weights.head, sharded.width)
     dtype = run.layout.dtype if copied else FLOAT32
     held = run.weights(dataclasses.replace(policy, tied=True), dtype)
-    hidden = memory_updates.hidden_bytes(run, run.batch_rows)
+    hidden = updates.hidden_bytes(run, run.batch_rows)
 
     def read(execute: Execute, _: int) -> object:
         weights = shapes.model_shapes(policy, run.layout, dtype)
@@ -72,7 +73,7 @@ def reading(calls: PlacedCalls, settings: TrainingSettings, *, copied: bool) -> 
         "student's text",
         read,
         Foreseen(
-            held + hidden + memory_updates.reading_bytes(run, copied=copied),
+            held + hidden + updates.reading_bytes(run, copied=copied),
             forward_flops(
                 policy, passes.samples, passes.tokens, predicted=0, block=packed_block(run.layout)
             ),
@@ -114,8 +115,8 @@ def gradient(calls: PlacedCalls, learner: Learner) -> CallProgram:
 
     own = run.weights(student, FLOAT32, ends=False)
     of_policy = run.weights(policy, FLOAT32) - run.weights(policy, FLOAT32, ends=False)
-    hidden = memory_updates.hidden_bytes(run, run.batch_rows)
-    work = run.weights(student, ends=False) + memory_updates.learning_bytes(run)
+    hidden = updates.hidden_bytes(run, run.batch_rows)
+    work = run.weights(student, ends=False) + updates.learning_bytes(run)
 
     def run_gradient(execute: Execute, _: int) -> object:
         whole = shapes.model_shapes(policy, run.layout, FLOAT32)
@@ -179,4 +180,4 @@ def _all_hidden(calls: PlacedCalls) -> int:
     """Return the bytes of the policy's hidden states of all texts that its student learns from."""
     run = calls.run(CALL)
     samples = derived.student_samples(calls.config)
-    return memory_updates.hidden_bytes(run, row_share(samples, run.layout))
+    return updates.hidden_bytes(run, row_share(samples, run.layout))

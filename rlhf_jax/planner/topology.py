@@ -1,7 +1,7 @@
 """Find the devices of hardware that need not be here, to compile for.
 
 The compilers of TPUs (libtpu) and of NVIDIA's GPUs (jax's CUDA plugin) run on a CPU, and know chips
-by their names: a TPU's topology, a GPU's target file in `rlhf_jax/placement/targets/`.
+by their names: a TPU's topology, a GPU's target file in `rlhf_jax/planner/targets/`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from typing import Any
 
 import jax
 
-from rlhf_jax import placement
-from rlhf_jax.config.hardware import Hardware
-from rlhf_jax.placement.chips import TOPOLOGIES, TPUS
+from rlhf_jax.planner.chips import TOPOLOGIES, TPUS
+from rlhf_jax.planner.hardware import Hardware
 from rlhf_jax.runtime import jax_internals
 
 # The files follow XLA's own, read off such devices; those of L4, L40S and RTX 4090 data sheets.
-TARGETS = Path(placement.__file__).parent / "targets"
+TARGETS = Path(__file__).parent / "targets"
 # With these libtpu asks no machine, takes no chip and writes no log.
 TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",

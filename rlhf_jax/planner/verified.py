@@ -17,14 +17,14 @@ from typing import NamedTuple
 import jax
 from jax.stages import Lowered
 
-from rlhf_jax.config.hardware import Hardware
-from rlhf_jax.config.memory_parts import GIGA
 from rlhf_jax.config.schema import Config
+from rlhf_jax.memory.parts import GIGA
 from rlhf_jax.monitoring import console
-from rlhf_jax.placement.search.collectives import find_collectives
+from rlhf_jax.planner.hardware import Hardware
 from rlhf_jax.planner.placed_calls import CallProgram, PlacedCalls
 from rlhf_jax.planner.planned import Planned
 from rlhf_jax.planner.programs import programs as programs_of
+from rlhf_jax.planner.search.collectives import find_collectives
 from rlhf_jax.planner.topology import compiler_version, topology_devices
 from rlhf_jax.runtime import jax_internals
 from rlhf_jax.runtime.files import write_atomically

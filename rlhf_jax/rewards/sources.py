@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -104,6 +105,16 @@ def source_of(spec: str) -> RewardSource:
     if scheme not in SOURCES:
         raise ValueError(f"Reward {spec!r}: no source is registered for {scheme}://.")
     return SOURCES[scheme]
+
+
+def term_names(config: Config) -> list[str]:
+    """Return what metrics call the reward's functions, then its models, in the config's order.
+
+    A function has its own name, what another source scores the name that it gives, a model the
+    last part of its path.
+    """
+    functions = [source_of(spec).term_name(spec) for spec in config.reward.functions]
+    return functions + [pathlib.PurePath(path).name for path in config.reward.models]
 
 
 def check_sources(config: Config) -> dict[str, Signature]:

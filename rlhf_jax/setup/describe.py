@@ -7,13 +7,16 @@ import warnings
 
 import jax
 
-from rlhf_jax import mesh as meshes
-from rlhf_jax.config import derived, host, memory, memory_parts
+from rlhf_jax.config import derived
 from rlhf_jax.config.algorithms import algorithm_of
-from rlhf_jax.config.memory_parts import GIGA
 from rlhf_jax.config.schema import Config
-from rlhf_jax.config.sizes import abstract_weights, count_weights
 from rlhf_jax.data.prompts import Prompts
+from rlhf_jax.memory import estimate, host
+from rlhf_jax.memory import parts as memory_parts
+from rlhf_jax.memory.parts import GIGA
+from rlhf_jax.memory.sizes import count_weights
+from rlhf_jax.model.shardings import unsplit
+from rlhf_jax.model.transformer import abstract_weights
 from rlhf_jax.model.weights.source import digest
 from rlhf_jax.monitoring import console
 from rlhf_jax.placement.pipelined import is_pipelined
@@ -33,14 +36,14 @@ def print_setup(opened: Opened) -> None:
     config = opened.config
     layout = training_layout(opened.layouts)
     policy = opened.policy
-    parts = memory.fullest(config, opened.models, opened.plan, opened.layouts, opened.remat)
+    parts = estimate.fullest(config, opened.models, opened.plan, opened.layouts, opened.remat)
     device = jax.local_devices()[0]
-    known = memory.device_memory(config, device)
+    known = estimate.device_memory(config, device)
     if known is not None:
         memory_parts.check(parts, known)
     held_out = len(opened.held_out or ())
     on_cpu = device.platform == "cpu"
-    every = memory.by_group(config, opened.models, opened.plan, opened.layouts, opened.remat)
+    every = estimate.by_group(config, opened.models, opened.plan, opened.layouts, opened.remat)
     there = [
         opened.plan.calls_at(number)
         for number, one in enumerate(jax.devices())
@@ -72,7 +75,7 @@ def print_setup(opened: Opened) -> None:
         *work_rows(config),
         *learning_rows(opened),
         ("workdir", config.workdir),
-        *(("not split", line) for line in meshes.unsplit(weights, layout)),
+        *(("not split", line) for line in unsplit(weights, layout)),
         ("kernels", _kernels_lines(reasons)),
         ("activations", opened.remat_reason),
         ("disk", disk_line(opened)),

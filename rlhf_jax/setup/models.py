@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import optax
 
-from rlhf_jax import mesh as meshes
 from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
-from rlhf_jax.config.sizes import abstract_weights
+from rlhf_jax.generation.decoding import decoding_weights
 from rlhf_jax.inference.values import critic_of
 from rlhf_jax.mesh import FLOAT32, Layout
-from rlhf_jax.model.decoding import decoding_weights
+from rlhf_jax.model.shardings import model_shardings
+from rlhf_jax.model.transformer import abstract_weights
 from rlhf_jax.model.weights.source import Source
 from rlhf_jax.placement.transfer import put_aside, transfer
 from rlhf_jax.setup.opened import Opened
@@ -27,7 +27,7 @@ from rlhf_jax.types import Model, Trained
 def load(source: Source, layout: Layout) -> Model:
     """Load weights as the layout splits them, in its dtype, each device reading its own part."""
     shapes = abstract_weights(source.config, layout.dtype)
-    return source.load(layout.dtype, meshes.model_shardings(shapes, layout))
+    return source.load(layout.dtype, model_shardings(shapes, layout))
 
 
 def load_idle(source: Source, layout: Layout, config: Config) -> Model:

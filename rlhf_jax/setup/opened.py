@@ -15,22 +15,28 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlhf_jax.config import derived, memory, validation
+from rlhf_jax.config import derived
 from rlhf_jax.config.algorithms import algorithm_of
 from rlhf_jax.config.checks import require_texts
 from rlhf_jax.config.earlier import settled
 from rlhf_jax.config.identity import binding_settings
 from rlhf_jax.config.schema import Config, flat
-from rlhf_jax.config.sizes import PlannedRun, bubble_warnings, count_weights
 from rlhf_jax.data.prompts import Prompts, read_given, tokenize
 from rlhf_jax.data.rows import read
+from rlhf_jax.generation import drafting
+from rlhf_jax.generation.speculative.protocol import register as register_drafter
+from rlhf_jax.memory import estimate
+from rlhf_jax.memory.sizes import PlannedRun, bubble_warnings, count_weights
+from rlhf_jax.model.families import register as register_family
 from rlhf_jax.model.weights.source import Source, digest, open_source
 from rlhf_jax.placement.plan import CallLayouts, Plan, training_layout
 from rlhf_jax.rewards.sources import check_columns
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.checkpoint.folder import latest_document
+from rlhf_jax.runtime.extensions import load_named
 from rlhf_jax.runtime.files import find, is_remote
 from rlhf_jax.runtime.mirror import folder_of
+from rlhf_jax.setup import validation
 from rlhf_jax.setup.calls import count_devices, place_calls
 from rlhf_jax.training.distill import student_config
 from rlhf_jax.types import ModelConfig, ModelConfigs
@@ -64,7 +70,7 @@ class Opened:
     @property
     def student(self) -> ModelConfig | None:
         """Return the shape of a drafter that is a student of the policy."""
-        layers = derived.has_drafter(self.config) and self.config.drafter.layers
+        layers = drafting.has_drafter(self.config) and self.config.drafter.layers
         return student_config(self.policy.config, layers) if layers else None
 
     @property
@@ -100,13 +106,13 @@ def prepare(config: Config) -> Opened:
     """
     require_texts(config)
     config = settled(config)
-    derived.register_own(config)
+    register_own(config)
     signatures = validation.validate(config, count_devices(), distributed.count())
     policy = _open_dated(config.model.path, config)
     if not config.training.learning_rate:
         usual = algorithm_of(config).learning_rate
         config.training.learning_rate = usual(count_weights(policy.config))
-    drafts = derived.has_drafter(config)
+    drafts = drafting.has_drafter(config)
     drafter = open_source(config.drafter.path) if drafts and config.drafter.path else None
     rewards = tuple(_open_dated(path, config) for path in config.reward.models)
     prompts, given = read_given(
@@ -148,9 +154,9 @@ def _placed(opened: Opened) -> Opened:
     in_slice = slices.count(slices[0])
     plan, reasons = place_calls(config, opened.models, devices[0], len(devices), in_slice)
     layouts = plan.layouts(devices)
-    limit = memory.memory_for_remat(config, jax.local_devices()[0])
-    without = memory.fullest(config, opened.models, plan, layouts, remat=False)
-    remat, reason = memory.settle_remat(config, without, limit)
+    limit = estimate.memory_for_remat(config, jax.local_devices()[0])
+    without = estimate.fullest(config, opened.models, plan, layouts, remat=False)
+    remat, reason = estimate.settle_remat(config, without, limit)
     opened = dataclasses.replace(
         opened, plan=plan, layouts=layouts, kernel_reasons=reasons, remat=remat, remat_reason=reason
     )
@@ -251,3 +257,12 @@ def check_alike(opened: Opened) -> None:
                     f"{key} is {other.get(key)!r} on rank {rank} and {value!r} on rank 0: give all"
                     " the same."
                 )
+
+
+def register_own(config: Config) -> None:
+    """Register the drafters and families that a config names by FILE.py:NAME; again is no harm."""
+    for spec in config.generation.drafters:
+        found = load_named(spec, "generation.drafters")
+        register_drafter(found() if isinstance(found, type) else found)
+    for spec in config.model.families:
+        register_family(load_named(spec, "model.families"))

@@ -18,7 +18,7 @@ from rlhf_jax.rewards.combination import EagerScorer, Scorer, Term, weighted
 from rlhf_jax.rewards.models import RewardModel, model_scorer
 from rlhf_jax.rewards.samples import Rewards, penalise_and_clip
 from rlhf_jax.rewards.sharing import shared_out
-from rlhf_jax.rewards.sources import source_of
+from rlhf_jax.rewards.sources import source_of, term_names
 from rlhf_jax.run import EvaluationSettings, Run
 from rlhf_jax.runtime.compilation import Programs
 from rlhf_jax.setup import settings
@@ -116,7 +116,7 @@ def _rewards(opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], No
     config = opened.config
     layout = opened.layouts.get("reward_inference", opened.layouts["policy_training"])
     reward = config.reward
-    names = derived.term_names(config)
+    names = term_names(config)
     models = {
         name: RewardModel(
             source,

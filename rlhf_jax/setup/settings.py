@@ -11,6 +11,7 @@ from rlhf_jax.config.algorithms import algorithm_of
 from rlhf_jax.config.identity import plan_name
 from rlhf_jax.config.schema import Config
 from rlhf_jax.data.batches import Batches
+from rlhf_jax.generation import drafting
 from rlhf_jax.generation.ahead import restore_samples
 from rlhf_jax.generation.history import History
 from rlhf_jax.generation.precompile import BackgroundCompiler
@@ -81,7 +82,7 @@ def generation_settings(opened: Opened, programs: Programs) -> GenerationSetting
 
 def _decoding(opened: Opened) -> GenerationConfig:
     """Settle what one call of `generate` does."""
-    strategies = derived.strategies(opened.config).strategies
+    strategies = drafting.strategies(opened.config).strategies
     policy = opened.policy
     return GenerationConfig.from_config(
         opened.config, strategies, policy.stop_tokens, policy.tokenizer.decode_whole
@@ -162,7 +163,7 @@ def _generation_state(opened: Opened) -> GenerationState:
     generation = opened.config.generation
     replayed = generation.repeated_noise * (generation.max_new_tokens + 1)
     kept = History(max(generation.history_tokens, replayed))
-    evaluated = History(ALL_TOKENS if derived.replays(opened.config) else 0)
+    evaluated = History(ALL_TOKENS if drafting.replays(opened.config) else 0)
     return GenerationState(
         SpeculationState(kept, _selector(opened)), SpeculationState(evaluated, _selector(opened))
     )
@@ -202,4 +203,4 @@ def _selector(opened: Opened) -> Selector | None:
         decoding.max_rows,
         decoding.max_length,
     )
-    return Selector(derived.strategies(config), costs, frozen_costs=config.deterministic)
+    return Selector(drafting.strategies(config), costs, frozen_costs=config.deterministic)

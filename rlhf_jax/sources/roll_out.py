@@ -13,6 +13,7 @@ from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.generation.assignment import AssignmentPolicy
 from rlhf_jax.generation.history import requests
 from rlhf_jax.generation.requests import GenerationCounts, RoundReport, Sample
+from rlhf_jax.generation.slice_groups import slice_group_of
 from rlhf_jax.generation.speculative.round import ModelPair
 from rlhf_jax.generation.stage import (
     GenerationSettings,
@@ -31,7 +32,6 @@ from rlhf_jax.reallocation.forecasts import LengthForecasts
 from rlhf_jax.rewards.combination import Response, RewardResult, Score
 from rlhf_jax.rewards.samples import Rewards, compute_rewards, responses_of
 from rlhf_jax.runtime import distributed
-from rlhf_jax.runtime.slice_groups import slice_group_of
 from rlhf_jax.state import HostState, Observer, RolloutStats, lengths_by_prompt, remembered
 from rlhf_jax.types import Model
 

@@ -11,13 +11,13 @@ from contextlib import AbstractContextManager
 import numpy as np
 
 from rlhf_jax.data.batches import PromptStream
+from rlhf_jax.generation.decoding import decoding_models, decoding_weights
 from rlhf_jax.generation.requests import Request, Sample, as_sequences
 from rlhf_jax.generation.speculative.round import ModelPair
 from rlhf_jax.generation.stage import GenerationSettings
 from rlhf_jax.inference.overlap import Scoring, ScoringQueue
 from rlhf_jax.inference.scoring import ScoringSettings
 from rlhf_jax.losses.advantages import groups_with_signal
-from rlhf_jax.model.decoding import decoding_models, decoding_weights
 from rlhf_jax.monitoring.trace import Span, since
 from rlhf_jax.rewards.samples import Rewards, table_of
 from rlhf_jax.sequences.batch import Sequences

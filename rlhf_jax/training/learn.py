@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlhf_jax.mesh import ONE_DEVICE, Layout, model_shardings
+from rlhf_jax.mesh import ONE_DEVICE, Layout, for_all_to_read
 from rlhf_jax.model.attention import packed_block
 from rlhf_jax.model.packed import padding_flops
+from rlhf_jax.model.shardings import model_shardings
 from rlhf_jax.model.transformer import cast, stack
 from rlhf_jax.monitoring.parts import PhaseParts
 from rlhf_jax.placement.pipelined import StageTimes
@@ -69,12 +69,8 @@ def trained(
 
     shapes = jax.eval_shape(make, model)
     places = None if layout.mesh is None else model_shardings(shapes, layout)
-    everywhere = None
-    if layout.mesh is not None:
-        # All processes read the version, those without the model, too: it then lies on all devices.
-        apart = len(layout.owners) < jax.process_count()
-        mesh = Mesh(np.array(jax.devices()), ("devices",)) if apart else layout.mesh
-        everywhere = NamedSharding(mesh, PartitionSpec())
+    # All processes read the version, those without the model, too: it lies on more devices.
+    everywhere = None if places is None else for_all_to_read(layout)
     if isinstance(model.norm, jax.ShapeDtypeStruct):
         if places is None:
             return shapes

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from rlhf_jax.model.families import weight_at
 from rlhf_jax.runtime import to_host
 from rlhf_jax.runtime.compilation import Execute, run_now
 from rlhf_jax.runtime.shards import owners_of, place_parts
@@ -51,8 +52,9 @@ def make_optimizer(
     """
 
     def decays(model: Model) -> Model:
-        names = jax.tree_util.tree_map_with_path(lambda path, _: path[-1].name, model)
-        return jax.tree.map(lambda name: not name.endswith(("norm", "bias")), names)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: getattr(weight_at(path), "is_matrix", False), model
+        )
 
     adamw = optax.adamw(learning_rate, weight_decay=weight_decay, mask=decays)
     return optax.chain(clip_by_norm(max_grad_norm), adamw)

@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.model.flops import count_flops
-from rlhf_jax.model.transformer import weight_shapes
+from rlhf_jax.model.transformer import abstract_weights
 from rlhf_jax.pipeline.schedule import Schedule
 from rlhf_jax.pipeline.search import solve
 from rlhf_jax.placement.pipelined import StageTimes, joint_problem, limit_inputs, serial_schedule
@@ -112,11 +111,7 @@ def count_stages(work: PipelineWork, kept: float) -> StageTimes:
     # Every pair of blocks of a line counts, as if it were one long sample.
     flops_of = functools.partial(count_flops, turns=batch.pairs.shape[1])
     depth = work.config.num_layers // count
-    whole = jax.tree.map(
-        lambda size: jax.ShapeDtypeStruct(size, jnp.float32),
-        weight_shapes(work.config),
-        is_leaf=lambda leaf: isinstance(leaf, tuple),
-    )
+    whole = abstract_weights(work.config)
     layers = jax.tree.map(lambda leaf: leaf.update(shape=(depth, *leaf.shape[1:])), whole.layers)
     whole = dataclasses.replace(whole, layers=layers)
 

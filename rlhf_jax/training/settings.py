@@ -16,12 +16,6 @@ from rlhf_jax.mesh import ONE_DEVICE, Layout
 from rlhf_jax.sequences.packing import Extent
 
 
-def aggregate_name(config: Config) -> str:
-    """Name how a minibatch's losses are summed: as the config says, else as its algorithm does."""
-    asked = config.training.aggregate
-    return algorithm_of(config).aggregate(config) if asked == "auto" else asked
-
-
 @dataclasses.dataclass(frozen=True)
 class TrainingSettings:
     """Say what an update does; static, so a change of it compiles anew."""
@@ -75,7 +69,7 @@ class TrainingSettings:
             clip_low=training.clip_low,
             clip_high=training.clip_high,
             critic_clip=config.critic.clip,
-            aggregate=AGGREGATES[aggregate_name(config)],
+            aggregate=AGGREGATES[derived.aggregate_name(config)],
             max_new_tokens=derived.response_tokens(config),
             kl_estimator=KL[config.kl.estimator],
             entropy_coefficient=training.entropy_coefficient,

@@ -1,49 +1,44 @@
-"""What one family of language models has of its own, in itself and in its files."""
+"""A family of language models: its table of weights, its block, and how its files name them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable
 
-# The name of each weight in a Hugging Face folder, by its field of `Model` or `Layer`.
-HUGGINGFACE_NAMES = {
-    "embed": "model.embed_tokens.weight",
-    "norm": "model.norm.weight",
-    "head": "lm_head.weight",
-    "attention_norm": "model.layers.{layer}.input_layernorm.weight",
-    "query": "model.layers.{layer}.self_attn.q_proj.weight",
-    "key": "model.layers.{layer}.self_attn.k_proj.weight",
-    "value": "model.layers.{layer}.self_attn.v_proj.weight",
-    "output": "model.layers.{layer}.self_attn.o_proj.weight",
-    "mlp_norm": "model.layers.{layer}.post_attention_layernorm.weight",
-    "gate": "model.layers.{layer}.mlp.gate_proj.weight",
-    "up": "model.layers.{layer}.mlp.up_proj.weight",
-    "down": "model.layers.{layer}.mlp.down_proj.weight",
-    "query_bias": "model.layers.{layer}.self_attn.q_proj.bias",
-    "key_bias": "model.layers.{layer}.self_attn.k_proj.bias",
-    "value_bias": "model.layers.{layer}.self_attn.v_proj.bias",
-    "query_norm": "model.layers.{layer}.self_attn.q_norm.weight",
-    "key_norm": "model.layers.{layer}.self_attn.k_norm.weight",
+from rlhf_jax.model.block import gated_block
+from rlhf_jax.model.weight import Weight, WeightTable
+
+# The weights beside the layers, by their field of `Model`.
+END_WEIGHTS: WeightTable = {
+    "embed": Weight("VM", ("V", "M"), "M", "model.embed_tokens.weight", "token_embd.weight"),
+    "norm": Weight("M", ("M",), 1.0, "model.norm.weight", "output_norm.weight"),
+    "head": Weight("MV", ("V", "M"), "M", "lm_head.weight", "output.weight"),
 }
-# The name of each weight in a GGUF file, by its field of `Model` or `Layer`.
-GGUF_NAMES = {
-    "embed": "token_embd.weight",
-    "norm": "output_norm.weight",
-    "head": "output.weight",
-    "attention_norm": "blk.{layer}.attn_norm.weight",
-    "query": "blk.{layer}.attn_q.weight",
-    "key": "blk.{layer}.attn_k.weight",
-    "value": "blk.{layer}.attn_v.weight",
-    "output": "blk.{layer}.attn_output.weight",
-    "mlp_norm": "blk.{layer}.ffn_norm.weight",
-    "gate": "blk.{layer}.ffn_gate.weight",
-    "up": "blk.{layer}.ffn_up.weight",
-    "down": "blk.{layer}.ffn_down.weight",
-    "query_bias": "blk.{layer}.attn_q.bias",
-    "key_bias": "blk.{layer}.attn_k.bias",
-    "value_bias": "blk.{layer}.attn_v.bias",
-    "query_norm": "blk.{layer}.attn_q_norm.weight",
-    "key_norm": "blk.{layer}.attn_k_norm.weight",
+
+
+def layer_weight(
+    axes: str, stored: tuple[str, ...], init: str | float, huggingface: str, gguf: str
+) -> Weight:
+    """Return a weight of each layer, whose names in files lack what stands before the layer's."""
+    names = ("model.layers.{layer}." + huggingface, "blk.{layer}." + gguf)
+    return Weight(axes, stored, init, *names)
+
+
+# The weights of a layer of Llama, which its relatives add to.
+LAYER_WEIGHTS: WeightTable = {
+    "attention_norm": layer_weight("M", ("M",), 1.0, "input_layernorm.weight", "attn_norm.weight"),
+    "query": layer_weight("MHD", ("HD", "M"), "M", "self_attn.q_proj.weight", "attn_q.weight"),
+    "key": layer_weight("MGD", ("GD", "M"), "M", "self_attn.k_proj.weight", "attn_k.weight"),
+    "value": layer_weight("MGD", ("GD", "M"), "M", "self_attn.v_proj.weight", "attn_v.weight"),
+    "output": layer_weight(
+        "HDM", ("M", "HD"), "HD", "self_attn.o_proj.weight", "attn_output.weight"
+    ),
+    "mlp_norm": layer_weight(
+        "M", ("M",), 1.0, "post_attention_layernorm.weight", "ffn_norm.weight"
+    ),
+    "gate": layer_weight("MF", ("F", "M"), "M", "mlp.gate_proj.weight", "ffn_gate.weight"),
+    "up": layer_weight("MF", ("F", "M"), "M", "mlp.up_proj.weight", "ffn_up.weight"),
+    "down": layer_weight("FM", ("M", "F"), "F", "mlp.down_proj.weight", "ffn_down.weight"),
 }
 
 
@@ -51,25 +46,23 @@ GGUF_NAMES = {
 class Family:
     """Describe what a family of models has of its own; all else is as in Llama.
 
-    The transformer itself knows no family: it reads `qkv_bias` and `qk_norm` from a `ModelConfig`.
-    The two readers of model files, `huggingface` and `gguf`, take the rest from here.
+    The transformer runs `block` on layers of `weights`. The two readers of model files,
+    `huggingface` and `gguf`, take the rest from here.
     """
 
     name: str  # The `model_type` of config.json, and `ModelConfig.family`.
     class_prefix: str  # How its classes in transformers begin: "Llama" of LlamaForCausalLM.
     # Published models of the family, for the sentence that lists what is supported.
     models: str = ""
+    # The weights of a layer, in the order in which random ones are drawn.
+    weights: WeightTable = dataclasses.field(default_factory=LAYER_WEIGHTS.copy, repr=False)
+    # What a layer computes of hidden states, with the arguments and results of `gated_block`.
+    block: Callable = gated_block
     # Keys of config.json that transformers gives no default in this family.
     required_keys: tuple[str, ...] = ()
     # Whether `sliding_window` of config.json counts without `use_sliding_window`.
     always_windowed: bool = False
-    qkv_bias: bool = False  # Whether query, key and value have biases.
-    qk_norm: bool = False  # Whether query and key are normalised, head by head.
-    huggingface_names: Mapping[str, str] = dataclasses.field(
-        default_factory=HUGGINGFACE_NAMES.copy, repr=False
-    )
     # The `general.architecture` of its GGUF files; None where they say another family's.
     gguf_architecture: str | None = None
     # Whether llama.cpp interleaves the two halves of each head of query and key.
     gguf_interleaved: bool = False
-    gguf_names: Mapping[str, str] = dataclasses.field(default_factory=GGUF_NAMES.copy, repr=False)

@@ -15,6 +15,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.model import weight_table
 from rlhf_jax.model.families import FAMILIES
+from rlhf_jax.model.families.family import END_WEIGHTS
 from rlhf_jax.model.transformer import rope_frequencies
 from rlhf_jax.model.weights.gguf_file import File
 from rlhf_jax.model.weights.sizes import checked, checked_ids, token_id
@@ -89,9 +90,7 @@ def _read_metadata(file: File) -> ModelConfig:
         max_context=min(context, file.get("{arch}.attention.sliding_window") or context),
         rope_theta=float(file.get("{arch}.rope.freq_base", 10_000.0)),
         norm_eps=norm_eps,
-        tied=family.gguf_names["head"] not in file.tensors,
-        qkv_bias=family.qkv_bias,
-        qk_norm=family.qk_norm,
+        tied=END_WEIGHTS["head"].gguf not in file.tensors,
     )
     return dataclasses.replace(config, rope_scaling=_read_scaling(file, config))
 
@@ -146,16 +145,16 @@ def load(file: File, dtype: DTypeLike, shardings: Model | None = None) -> Model:
     """
     config = read_config(file)
     check_tensors(file, config)
-    family = FAMILIES[config.family]
-    names = weight_table.stored_names(config, family.gguf_names)
+    interleaved = FAMILIES[config.family].gguf_interleaved
+    names = weight_table.stored_names(config, "gguf")
     heads = {"query": config.num_heads, "key": config.num_kv_heads}
 
     def read(key: weight_table.WeightKey) -> np.ndarray:
         array = file.dequantise(names[key])
-        if key.field not in heads or not family.gguf_interleaved:
+        if key.name not in heads or not interleaved:
             return array
         # [(H, D/2, 2), M], the two halves of each head interleaved, to [(H, 2, D/2), M].
-        pairs = array.reshape(heads[key.field], -1, 2, array.shape[1])
+        pairs = array.reshape(heads[key.name], -1, 2, array.shape[1])
         return pairs.swapaxes(1, 2).reshape(array.shape)
 
     return weight_table.assemble(read, config, dtype, shardings)
@@ -168,7 +167,7 @@ def check_tensors(file: File, config: ModelConfig) -> None:
         for name, tensor in file.tensors.items()
         if name != ROPE_DIVISORS
     }
-    names = weight_table.stored_names(config, FAMILIES[config.family].gguf_names)
+    names = weight_table.stored_names(config, "gguf")
     weight_table.check_weights(found, names, file.path, config)
 
 

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.model import weight_table
-from rlhf_jax.model.families import FAMILIES
+from rlhf_jax.model.families.family import END_WEIGHTS
 from rlhf_jax.model.weights import huggingface_config, safetensors_file
 from rlhf_jax.model.weights.huggingface_config import config_json
 from rlhf_jax.model.weights.sizes import checked_ids, token_id
@@ -61,11 +61,10 @@ def read_config(folder: Path) -> ModelConfig:
     `huggingface_config.read_config` and of the weights' files.
     """
     config = huggingface_config.read_config(folder)
-    names = FAMILIES[config.family].huggingface_names
     if not config.tied:
         return config
     tensors = _views(Path(folder))
-    embed, head = (tensors.get(names[field]) for field in ("embed", "head"))
+    embed, head = (tensors.get(END_WEIGHTS[name].huggingface) for name in ("embed", "head"))
     if embed is None or head is None:
         return config
     parts = [slice(start, start + ROWS) for start in range(0, len(embed), ROWS)]
@@ -96,12 +95,11 @@ def open_tensors(folder: Path, config: ModelConfig) -> dict[str, np.ndarray]:
     """
     folder = Path(folder)
     tensors = _views(folder)
-    names = FAMILIES[config.family].huggingface_names
     if config.tied:
         # A head that is here is the embedding, also in its place.
-        head = tensors.pop(names["head"], None)
+        head = tensors.pop(END_WEIGHTS["head"].huggingface, None)
         if head is not None:
-            tensors.setdefault(names["embed"], head)
+            tensors.setdefault(END_WEIGHTS["embed"].huggingface, head)
     found = {name: (folder, view.shape) for name, view in tensors.items()}
     weight_table.check_weights(found, _names(config), folder, config)
     return tensors
@@ -145,10 +143,10 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _names(config: ModelConfig) -> dict[weight_table.WeightKey, str]:
     """Return the name in a folder of every weight of a model."""
-    names = FAMILIES[config.family].huggingface_names
+    names = weight_table.stored_names(config, "huggingface")
     if config.scalar_head:
-        names = {**names, "head": SCALAR_HEAD}
-    return weight_table.stored_names(config, names)
+        names[weight_table.WeightKey("head", None)] = SCALAR_HEAD
+    return names
 
 
 def save(

@@ -144,8 +144,6 @@ def _convert(raw: dict, family: Family, theta: float, scaling: RopeScaling | Non
         norm_eps=raw["rms_norm_eps"],
         tied=bool(raw.get("tie_word_embeddings", False)) and not scalar_head,
         scalar_head=scalar_head,
-        qkv_bias=family.qkv_bias,
-        qk_norm=family.qk_norm,
     )
 
 

@@ -145,9 +145,10 @@ def load_finite(
     model = load(dtype, shardings)
     for keys, finite in jax.tree.leaves_with_path(to_host.fetch(_find_finite(model))):
         if not finite.all():
+            name = jax.tree_util.keystr(keys[-1:], simple=True)
             layer = f" of layer {int(finite.argmin())}" if finite.ndim else ""
             raise ValueError(
-                f"{path}: weight {keys[-1].name!r}{layer} is not finite in {jnp.dtype(dtype).name};"
+                f"{path}: weight {name!r}{layer} is not finite in {jnp.dtype(dtype).name};"
                 " the file is damaged, or the model had diverged before it was saved."
             )
     return model

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from rlhf_jax.monitoring.report.run import Series
-from rlhf_jax.monitoring.report.scales import axis_number, domain, groups, reading, tick_step, ticks
+from rlhf_jax.report.run import Series
+from rlhf_jax.report.scales import axis_number, domain, groups, reading, tick_step, ticks
 
 MOST_POINTS = 200  # of a line, bars, and places to point at
 UNITS = 1000  # units of the box that paths are drawn in, to either side

@@ -10,9 +10,10 @@ import functools
 from typing import NamedTuple
 
 from rlhf_jax import mesh as meshes
-from rlhf_jax.config.sizes import abstract_weights
 from rlhf_jax.mesh import Layout
-from rlhf_jax.placement.search.collectives import received_bytes
+from rlhf_jax.model.shardings import model_shardings
+from rlhf_jax.model.transformer import abstract_weights
+from rlhf_jax.planner.search.collectives import received_bytes
 from rlhf_jax.types import ModelConfig
 
 WIDTH_AXES = ("slices", "fsdp")  # that split the width of weights in training
@@ -164,9 +165,9 @@ def gathered_weights(model: ModelConfig, layout: Layout) -> GatheredWeights:
     layers = dataclasses.replace(made, embed=None, head=None)
     whole = dataclasses.replace(layout, role="generation")
     return GatheredWeights(
-        meshes.bytes_per_device(layers, meshes.model_shardings(layers, whole)),
-        meshes.bytes_per_device(head, meshes.model_shardings(head, whole)),
-        held=meshes.bytes_per_device(made, meshes.model_shardings(made, layout)),
+        meshes.bytes_per_device(layers, model_shardings(layers, whole)),
+        meshes.bytes_per_device(head, model_shardings(head, whole)),
+        held=meshes.bytes_per_device(made, model_shardings(made, layout)),
     )
 
 

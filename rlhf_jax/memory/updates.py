@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import cast as typed
 
 from rlhf_jax.config import derived
-from rlhf_jax.config.memory_parts import FEWER_ROWS, SPLIT, SPLIT_TENSORS, Part
-from rlhf_jax.config.sizes import PlannedRun, row_share
 from rlhf_jax.inference.logprobs import CHUNK
+from rlhf_jax.memory.parts import FEWER_ROWS, SPLIT, SPLIT_TENSORS, Part
+from rlhf_jax.memory.sizes import PlannedRun, row_share
 from rlhf_jax.mesh import FLOAT32
 from rlhf_jax.placement.pipelined import StageTimes, joint_problem, limit_inputs
 from rlhf_jax.types import ModelConfig

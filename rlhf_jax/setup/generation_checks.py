@@ -6,6 +6,7 @@ from rlhf_jax.config import derived
 from rlhf_jax.config.algorithms import algorithm_of
 from rlhf_jax.config.checks import require, require_not_negative, require_one_of, require_positive
 from rlhf_jax.config.schema import Config
+from rlhf_jax.generation import drafting
 from rlhf_jax.generation.speculative.rules import RULES
 from rlhf_jax.placement.plan import Plan
 
@@ -37,7 +38,7 @@ def check_strategy(config: Config) -> None:
     """Check that the drafting strategy has the drafts, and the noise, that it needs."""
     generation = config.generation
     repeated = generation.repeated_noise
-    replays = derived.replays(config)
+    replays = drafting.replays(config)
     require(
         not RULES[generation.acceptance].depends_on_drafts or not (repeated or replays),
         f"Under generation.acceptance {generation.acceptance!r} a text depends on its drafts and"
@@ -56,7 +57,7 @@ def check_strategy(config: Config) -> None:
         " prompt; lower it.",
     )
     require(
-        derived.names_model(config) or not derived.drafts_by_model(config),
+        derived.names_model(config) or not drafting.drafts_by_model(config),
         f"generation.strategy {generation.strategy!r} drafts with a model; give drafter.path or"
         " drafter.layers.",
     )
@@ -74,13 +75,13 @@ def check_drafter(config: Config) -> None:
         " set drafter.layers, or 0.",
     )
     require(
-        derived.has_drafter(config) or not drafter.learning_rate,
+        drafting.has_drafter(config) or not drafter.learning_rate,
         f"drafter.learning_rate is {drafter.learning_rate}, but generation.strategy"
         f" {generation.strategy!r} has no use for a student: choose 'adaptive' or a 'model-*'"
         " strategy, or set 0.",
     )
     samples = generation.prompts_per_step * generation.samples_per_prompt
-    learns_beside = derived.trains_drafter(config) and not derived.makes_drafter(config)
+    learns_beside = drafting.trains_drafter(config) and not derived.makes_drafter(config)
     require(
         drafter.samples <= samples or not learns_beside,
         f"drafter.samples is {drafter.samples}, but a step has {samples}; lower it.",

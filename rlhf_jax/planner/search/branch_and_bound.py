@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rlhf_jax.placement.search.parts import surroundings, turned
-from rlhf_jax.placement.search.schedule import Option, Placed, Problem, most_bytes, stage_seconds
+from rlhf_jax.planner.search.parts import surroundings, turned
+from rlhf_jax.planner.search.schedule import Option, Placed, Problem, most_bytes, stage_seconds
 
 
 class SearchResult(NamedTuple):

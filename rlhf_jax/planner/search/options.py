@@ -7,19 +7,21 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from rlhf_jax.config import derived, memory, memory_parts
-from rlhf_jax.config.hardware import Hardware
+from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
-from rlhf_jax.config.sizes import PlannedRun
-from rlhf_jax.config.validation import check_rows
+from rlhf_jax.memory import estimate
+from rlhf_jax.memory import parts as memory_parts
+from rlhf_jax.memory.sizes import PlannedRun
 from rlhf_jax.mesh import FLOAT32
-from rlhf_jax.placement.chips import is_box, ring_bandwidth
 from rlhf_jax.placement.pipelined import is_pipelined, trained
 from rlhf_jax.placement.plan import Placement, Plan, check_parts
-from rlhf_jax.placement.search.costs import PlacedRun, predict_call
-from rlhf_jax.placement.search.parts import is_aligned, part_sizes, part_starts, powers_of_two
-from rlhf_jax.placement.search.pipelines import JointTraining, joint_training
-from rlhf_jax.placement.search.schedule import Option, Placed, Problem
+from rlhf_jax.planner.chips import is_box, ring_bandwidth
+from rlhf_jax.planner.hardware import Hardware
+from rlhf_jax.planner.search.costs import PlacedRun, predict_call
+from rlhf_jax.planner.search.parts import is_aligned, part_sizes, part_starts, powers_of_two
+from rlhf_jax.planner.search.pipelines import JointTraining, joint_training
+from rlhf_jax.planner.search.schedule import Option, Placed, Problem
+from rlhf_jax.setup.validation import check_rows
 from rlhf_jax.types import ModelConfigs
 
 MOST_BLOCKS = 16  # that a machine is cut into
@@ -205,7 +207,7 @@ class SearchSpace:
         alike = tuple((call, dataclasses.replace(one, first=0)) for call, one in placements.items())
         if (alike, self.remat) not in self.held:
             layouts = {call: self._run(call, one).layout for call, one in alike}
-            parts = memory.plan(self.config, self.models, layouts, self.remat)
+            parts = estimate.plan(self.config, self.models, layouts, self.remat)
             always = memory_parts.total(parts, "always")
             working = sum(one.bytes for one in parts) - always
             self.held[alike, self.remat] = (always, working)

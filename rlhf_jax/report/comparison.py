@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlhf_jax.monitoring.metrics import is_measure, paired
-from rlhf_jax.monitoring.report.charts import COLOURS, Chart, lines_chart
-from rlhf_jax.monitoring.report.page import STEP_CHARTS, rendered, shown_pairs
-from rlhf_jax.monitoring.report.run import Row, RunRecord, read_run, series
-from rlhf_jax.monitoring.report.scales import reading, smooth
+from rlhf_jax.report.charts import COLOURS, Chart, lines_chart
+from rlhf_jax.report.page import STEP_CHARTS, rendered, shown_pairs
+from rlhf_jax.report.run import Row, RunRecord, read_run, series
+from rlhf_jax.report.scales import reading, smooth
 from rlhf_jax.runtime.files import write_atomically
 from rlhf_jax.runtime.mirror import fetched
 

@@ -7,13 +7,15 @@ import functools
 from collections.abc import Mapping
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.shapes import BLOCK
-from rlhf_jax.mesh import ONE_DEVICE, Layout, pin_weights
+from rlhf_jax.mesh import ONE_DEVICE, Layout
+from rlhf_jax.model.families import FAMILIES
+from rlhf_jax.model.shardings import pin_weights
 from rlhf_jax.model.transformer import pad_vocab
+from rlhf_jax.model.weight import OutputFirst, WeightKind, plain
 from rlhf_jax.placement.transfer import transfer_ends, transfer_layers
-from rlhf_jax.types import Layer, Model, Models, OutputFirst
+from rlhf_jax.types import Layer, Model, Models
 
 # Platforms whose products of few rows are faster so: at every number of rows from 1 to 128, by
 # benchmarks/products.py (benchmarks/results/products.jsonl).
@@ -23,14 +25,16 @@ INPUTS_LAST = ("cpu",)
 def decoding_weights(policy: Model, layout: Layout = ONE_DEVICE) -> Model:
     """Return the policy as generation wants it: layers unrolled, in the layout's dtype and places.
 
-    On `INPUTS_LAST` platforms each matrix has its inputs last. Where the vocabulary is split, it is
-    padded, so that each device has whole blocks of the two-level draw.
+    On `INPUTS_LAST` platforms each matrix has its inputs last, else any kind is made plain. Where
+    the vocabulary is split, it is padded, so that each device has whole blocks of the two-level
+    draw.
     """
     turns = layout.platform in INPUTS_LAST
     ends = _ends(transfer_ends(policy, layout, layout.dtype), layout=layout, turns=turns)
     layers = transfer_layers(policy, layout, layout.dtype)
-    if turns:
-        layers = (_turned(layer, layout=layout) for layer in layers)
+    kinds = jax.tree.leaves(policy.layers, is_leaf=lambda leaf: isinstance(leaf, WeightKind))
+    if turns or any(isinstance(leaf, WeightKind) for leaf in kinds):
+        layers = (_decoded(layer, layout, policy.config.family, turns=turns) for layer in layers)
     return dataclasses.replace(ends, layers=tuple(layers))
 
 
@@ -41,18 +45,21 @@ def _ends(model: Model, layout: Layout, *, turns: bool) -> Model:
     if layout.extent("tensor") > 1 and has_words:
         model = pad_vocab(model, BLOCK * layout.extent("tensor"))
     if turns and model.head is not None:
-        model = dataclasses.replace(model, head=OutputFirst(model.head.T))
+        model = dataclasses.replace(model, head=OutputFirst.of(model.head, 1))
     return pin_weights(model, layout)
 
 
-@functools.partial(jax.jit, static_argnames=("layout",))
-def _turned(layer: Layer, layout: Layout) -> Layer:
-    """Return an unrolled layer with every matrix's inputs last."""
-    matrices = ("query", "key", "value", "gate", "up", "down")
-    turned = {name: jnp.moveaxis(getattr(layer, name), 0, -1) for name in matrices}
-    turned["output"] = jnp.moveaxis(layer.output, -1, 0)
-    turned = {name: OutputFirst(weight) for name, weight in turned.items()}
-    return pin_weights(dataclasses.replace(layer, **turned), layout)
+@functools.partial(jax.jit, static_argnames=("layout", "family", "turns"))
+def _decoded(layer: Layer, layout: Layout, family: str, *, turns: bool) -> Layer:
+    """Return an unrolled layer whose matrices are plain, or have their inputs last."""
+    counts = {name: len(weight.inputs) for name, weight in FAMILIES[family].weights.items()}
+    layer = {name: plain(leaf, counts[name]) for name, leaf in layer.items()}
+    if turns:
+        layer = {
+            name: OutputFirst.of(leaf, counts[name]) if counts[name] else leaf
+            for name, leaf in layer.items()
+        }
+    return pin_weights(layer, layout)
 
 
 def decoding_models(

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from rlhf_jax.placement.chips import GPUS, TOPOLOGIES, TPUS, Chip, read_chip
+from rlhf_jax.planner.chips import GPUS, TOPOLOGIES, TPUS, Chip, read_chip
 
 MOST = 1 << 20  # devices that a name may stand for
 EXAMPLES = "v5p:4x4x4 (TPU chips), gpu:8x8:h100 (nodes x GPUs), gpu:8:h100, v5p-8 (a TPU product)"

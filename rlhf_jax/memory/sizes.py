@@ -17,10 +17,11 @@ from rlhf_jax import mesh as meshes
 from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
 from rlhf_jax.inference.logprobs import CHUNK
-from rlhf_jax.model import transformer
 from rlhf_jax.model.attention import QUERY_BLOCK, kernel_of, packed_block
+from rlhf_jax.model.shardings import model_shardings
+from rlhf_jax.model.transformer import abstract_weights
 from rlhf_jax.placement import pipelined
-from rlhf_jax.types import Model, ModelConfig, ModelConfigs
+from rlhf_jax.types import ModelConfig, ModelConfigs
 
 
 class Temporaries(NamedTuple):
@@ -259,19 +260,16 @@ class PlannedRun:
         return entries * self.layout.dtype.itemsize
 
 
-def abstract_weights(model: ModelConfig, dtype: DTypeLike) -> Model:
-    """Return the shapes and dtypes of a model's weights, layers stacked; nothing is traced."""
-    return jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, dtype),
-        transformer.weight_shapes(model),
-        is_leaf=lambda part: isinstance(part, tuple),
-    )
-
-
 @functools.cache
 def count_weights(model: ModelConfig) -> int:
     """Return how many weights a model has."""
     return sum(leaf.size for leaf in jax.tree.leaves(abstract_weights(model, np.float32)))
+
+
+def parameter_counts(models: ModelConfigs) -> dict[str, int]:
+    """Count the weights of each model that a run trains or asks, by the names that a plan uses."""
+    named = {f"reward model {number}": model for number, model in enumerate(models.rewards, 1)}
+    return {name: count_weights(model) for name, model in (models.trunks | named).items()}
 
 
 def weight_bytes(model: ModelConfig, dtype: np.dtype, layout: meshes.Layout, ends: bool) -> int:
@@ -282,7 +280,7 @@ def weight_bytes(model: ModelConfig, dtype: np.dtype, layout: meshes.Layout, end
     made = abstract_weights(model, dtype)
     if not ends:
         made = dataclasses.replace(made, embed=None, head=None)
-    return meshes.bytes_per_device(made, meshes.model_shardings(made, layout))
+    return meshes.bytes_per_device(made, model_shardings(made, layout))
 
 
 def bubble_warnings(run: PlannedRun) -> list[str]:

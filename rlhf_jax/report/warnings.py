@@ -9,8 +9,8 @@ import numpy as np
 from rlhf_jax.monitoring.callbacks import StopAt
 from rlhf_jax.monitoring.diversity import commonest_form, commonest_start
 from rlhf_jax.monitoring.metrics import is_measure
-from rlhf_jax.monitoring.report.run import RunRecord, series
-from rlhf_jax.monitoring.report.scales import reading, share
+from rlhf_jax.report.run import RunRecord, series
+from rlhf_jax.report.scales import reading, share
 
 RECENT = 5  # steps whose mean is "at the end"
 KL_NATS = 10.0  # of a response

@@ -12,11 +12,11 @@ import jinja2
 import numpy as np
 
 from rlhf_jax.monitoring.metrics import is_measure, paired
-from rlhf_jax.monitoring.report import drafting, timeline
-from rlhf_jax.monitoring.report.charts import COLOURS, Chart, line_chart, lines_chart, stacked_chart
-from rlhf_jax.monitoring.report.run import Row, RunRecord, Series, is_constant, read_run, series
-from rlhf_jax.monitoring.report.scales import duration, reading, signed, smooth
-from rlhf_jax.monitoring.report.warnings import certain_change, warnings
+from rlhf_jax.report import drafting, timeline
+from rlhf_jax.report.charts import COLOURS, Chart, line_chart, lines_chart, stacked_chart
+from rlhf_jax.report.run import Row, RunRecord, Series, is_constant, read_run, series
+from rlhf_jax.report.scales import duration, reading, signed, smooth
+from rlhf_jax.report.warnings import certain_change, warnings
 from rlhf_jax.runtime.files import write_atomically, writing
 
 # (key, label) of what is before and after a run without held-out prompts: the first that it has.

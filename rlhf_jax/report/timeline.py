@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rlhf_jax.monitoring.report.charts import Chart, Lane, lanes_chart, line_chart
-from rlhf_jax.monitoring.report.run import Row, RunRecord, Trace, series
-from rlhf_jax.monitoring.report.scales import axis_number, reading, share, strategy_label, volume
+from rlhf_jax.report.charts import Chart, Lane, lanes_chart, line_chart
+from rlhf_jax.report.run import Row, RunRecord, Trace, series
+from rlhf_jax.report.scales import axis_number, reading, share, strategy_label, volume
 
 # (key, title, what it counts) of the charts by step.
 SLICE_CHARTS = (

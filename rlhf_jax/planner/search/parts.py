@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlhf_jax.placement.search.schedule import Option, Placed
+from rlhf_jax.planner.search.schedule import Option, Placed
 
 
 def powers_of_two(most: int) -> Iterator[int]:

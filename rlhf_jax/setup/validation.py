@@ -18,17 +18,8 @@ from rlhf_jax.config.checks import (
     require_positive,
     require_texts,
 )
-from rlhf_jax.config.data_checks import check_data
-from rlhf_jax.config.generation_checks import (
-    check_drafter,
-    check_fused_inference,
-    check_generation,
-    check_lag,
-    check_strategy,
-    slices_key,
-)
-from rlhf_jax.config.reward_checks import OWN_MEASURES, check_rewards
 from rlhf_jax.config.schema import Config, flat
+from rlhf_jax.generation import drafting
 from rlhf_jax.losses.aggregate import AGGREGATES
 from rlhf_jax.monitoring import sinks
 from rlhf_jax.monitoring.callbacks import StopAt
@@ -39,9 +30,18 @@ from rlhf_jax.placement.presets import plan_of
 from rlhf_jax.rewards.signatures import Signature
 from rlhf_jax.rewards.sources import check_sources
 from rlhf_jax.runtime import mirror
+from rlhf_jax.setup.data_checks import check_data
+from rlhf_jax.setup.generation_checks import (
+    check_drafter,
+    check_fused_inference,
+    check_generation,
+    check_lag,
+    check_strategy,
+    slices_key,
+)
+from rlhf_jax.setup.reward_checks import OWN_MEASURES, check_rewards
 from rlhf_jax.training.distill import student_config
 from rlhf_jax.training.optimizer import SCHEDULES
-from rlhf_jax.training.settings import aggregate_name
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
 COMPUTE_DTYPES = ("auto", "float32", "bfloat16")
@@ -151,7 +151,7 @@ def validate_student(config: Config, policy: ModelConfig, path: ModelConfig | No
 
     path: the model that drafter.path holds, or None where that is empty.
     """
-    layers = config.drafter.layers if derived.has_drafter(config) else 0
+    layers = config.drafter.layers if drafting.has_drafter(config) else 0
     require(
         layers <= policy.num_layers,
         f"drafter.layers is {layers}, but the model has {policy.num_layers} layers to make a"
@@ -272,7 +272,7 @@ def _check_training(config: Config) -> None:
 def _check_aggregate(config: Config) -> None:
     """Check how losses are summed, as the config says or as the algorithm brings it."""
     require_one_of(config, "training.aggregate", ("auto", *AGGREGATES))
-    aggregate = aggregate_name(config)
+    aggregate = derived.aggregate_name(config)
     require(
         aggregate in AGGREGATES,
         f"The algorithm {config.algorithm.name!r}, its loss or its estimator brings the aggregate"

@@ -8,15 +8,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from rlhf_jax.monitoring.report.charts import (
-    Chart,
-    line_chart,
-    lines_chart,
-    share_chart,
-    stacked_chart,
-)
-from rlhf_jax.monitoring.report.run import Row, RunRecord, Series, series
-from rlhf_jax.monitoring.report.scales import reading, share, strategy_label
+from rlhf_jax.report.charts import Chart, line_chart, lines_chart, share_chart, stacked_chart
+from rlhf_jax.report.run import Row, RunRecord, Series, series
+from rlhf_jax.report.scales import reading, share, strategy_label
 
 K = TypeVar("K", bound=Hashable)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from rlhf_jax.config import derived
 from rlhf_jax.config.checks import require, require_not_negative, require_one_of, require_positive
 from rlhf_jax.config.schema import Config
+from rlhf_jax.rewards.sources import term_names
 
 # What every evaluation writes as eval/NAME.
 OWN_MEASURES = ("reward", "finished", "distinct_pairs", "generation/tokens_per_round")
@@ -26,7 +26,7 @@ def check_rewards(config: Config) -> None:
         f"reward.weights has {len(reward.weights)} entries for {terms} functions and models; give"
         " one for each.",
     )
-    names = derived.term_names(config)
+    names = term_names(config)
     require(
         len(set(names)) == terms,
         f"The reward's functions and models are called {', '.join(names)} in the metrics; rename"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from rlhf_jax.monitoring.report.axes import (
+from rlhf_jax.report.axes import (
     GRID_PIXELS,
     LABEL_PIXELS,
     MOST_POINTS,
@@ -29,16 +29,8 @@ from rlhf_jax.monitoring.report.axes import (
     target,
     value_grid,
 )
-from rlhf_jax.monitoring.report.run import Series, is_constant
-from rlhf_jax.monitoring.report.scales import (
-    domain,
-    duration,
-    extremes,
-    groups,
-    reading,
-    smooth,
-    tick_step,
-)
+from rlhf_jax.report.run import Series, is_constant
+from rlhf_jax.report.scales import domain, duration, extremes, groups, reading, smooth, tick_step
 
 # Pixels of a lane at least and at most, and of all lanes together where that is possible.
 LANE_PIXELS = (5, 28, 576)

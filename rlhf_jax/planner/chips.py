@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlhf_jax.placement.plan import Plan
 from rlhf_jax.runtime.foreign import parse_json, reading_foreign
 
 
@@ -83,6 +84,20 @@ def is_box(torus: Sequence[int], part: range) -> bool:
         plane,
     )
     return math.prod(int(np.ptp(axis)) + 1 for axis in places) == len(part)
+
+
+def check_boxes(plan: Plan, source: str, torus: Sequence[int]) -> None:
+    """Raise ValueError where a call's chips are no box of a TPU's torus, as a program's must be.
+
+    torus: the chips along each axis of the slice; () where nobody knows, or there is none.
+    """
+    for call, placed in plan.placements.items():
+        if torus and not is_box(torus, placed.devices):
+            raise ValueError(
+                f"{source} places {call} on chips {placed.first} to {placed.devices[-1]} of a slice"
+                f" of {'x'.join(map(str, torus))}, and they are no box of it: give a call half of"
+                " the chips, a quarter ... or three quarters of whole planes."
+            )
 
 
 def read_chip(path: Path, known: Chip | None) -> Chip:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from rlhf_jax.config.sizes import weight_bytes
+from rlhf_jax.memory.sizes import weight_bytes
 from rlhf_jax.mesh import AXES, FLOAT32, abstract_mesh
 from rlhf_jax.model.attention import packed_block
 from rlhf_jax.pipeline.problem import PipelineProblem
@@ -27,8 +27,8 @@ from rlhf_jax.placement.pipelined import (
 )
 from rlhf_jax.placement.plan import Placement
 from rlhf_jax.placement.presets import layer_counts
-from rlhf_jax.placement.search.collectives import received_bytes
-from rlhf_jax.placement.search.costs import (
+from rlhf_jax.planner.search.collectives import received_bytes
+from rlhf_jax.planner.search.costs import (
     LATENCY,
     CallCost,
     PlacedRun,
@@ -36,13 +36,8 @@ from rlhf_jax.placement.search.costs import (
     forward_flops,
     gradient_flops,
 )
-from rlhf_jax.placement.search.parts import powers_of_two
-from rlhf_jax.placement.search.traffic import (
-    ShardedModel,
-    Traffic,
-    forward_traffic,
-    gradient_traffic,
-)
+from rlhf_jax.planner.search.parts import powers_of_two
+from rlhf_jax.planner.search.traffic import ShardedModel, Traffic, forward_traffic, gradient_traffic
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
 

@@ -11,16 +11,16 @@ import math
 from typing import NamedTuple
 
 from rlhf_jax.config import derived
-from rlhf_jax.config.hardware import Hardware
-from rlhf_jax.config.sizes import PlannedRun, row_share
 from rlhf_jax.generation.strategy import prior
 from rlhf_jax.generation.strategy.roofline import RATES, Roofline
+from rlhf_jax.memory.sizes import PlannedRun, row_share
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model.attention import QUERY_BLOCK, packed_block
 from rlhf_jax.model.flops import pair_flops, product_flops
-from rlhf_jax.placement.chips import Chip, ring_bandwidth
-from rlhf_jax.placement.search.collectives import received_bytes
-from rlhf_jax.placement.search.traffic import (
+from rlhf_jax.planner.chips import Chip, ring_bandwidth
+from rlhf_jax.planner.hardware import Hardware
+from rlhf_jax.planner.search.collectives import received_bytes
+from rlhf_jax.planner.search.traffic import (
     ShardedModel,
     Tokens,
     Traffic,

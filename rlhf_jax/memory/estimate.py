@@ -11,7 +11,14 @@ import jax
 from rlhf_jax import mesh as meshes
 from rlhf_jax.cache.state import DecodeState
 from rlhf_jax.config import derived
-from rlhf_jax.config.memory_parts import (
+from rlhf_jax.config.schema import Config
+from rlhf_jax.generation import drafting
+from rlhf_jax.generation import rows as generation_rows
+from rlhf_jax.generation.precompile import VERIFIED
+from rlhf_jax.generation.scheduler import PREFILLED, cache_slots, prompt_width
+from rlhf_jax.generation.speculative.round import streams_head
+from rlhf_jax.generation.speculative.sampling import BLOCK, Truncation
+from rlhf_jax.memory.parts import (
     FEWER_LIVE,
     FEWER_ROWS,
     GIGA,
@@ -23,14 +30,8 @@ from rlhf_jax.config.memory_parts import (
     Part,
     peak,
 )
-from rlhf_jax.config.memory_updates import pipelined_parts, student_parts, update_parts
-from rlhf_jax.config.schema import Config
-from rlhf_jax.config.sizes import PlannedRun, row_share
-from rlhf_jax.generation import rows as generation_rows
-from rlhf_jax.generation.precompile import VERIFIED
-from rlhf_jax.generation.scheduler import PREFILLED, cache_slots, prompt_width
-from rlhf_jax.generation.speculative.round import streams_head
-from rlhf_jax.generation.speculative.sampling import BLOCK, Truncation
+from rlhf_jax.memory.sizes import PlannedRun, row_share
+from rlhf_jax.memory.updates import pipelined_parts, student_parts, update_parts
 from rlhf_jax.mesh import AXES, FLOAT32, Layout
 from rlhf_jax.placement.plan import CallLayouts, Plan
 from rlhf_jax.runtime.host_memory import host_memory
@@ -60,7 +61,7 @@ def plan(config: Config, models: ModelConfigs, layouts: CallLayouts, remat: bool
             name = f"the {role}'s gradients, waiting"
             waiting.append(Part(name, "training", own.weights(model, FLOAT32), SPLIT))
     student = run.at("policy_training")
-    if student and derived.trains_drafter(config):
+    if student and drafting.trains_drafter(config):
         updates.append(student_parts(student))
     generation = run.at("generation")
     parts = [
@@ -152,7 +153,7 @@ def _always(run: PlannedRun) -> list[Part]:
     if at and not config.drafter.layers:
         drafter = at.weights(models.drafter, role="generation")
     elif at:
-        learns = derived.trains_drafter(config)
+        learns = drafting.trains_drafter(config)
         whole = {"role": "training", "ends": False}  # beside pipelines, too
         student = (3 if learns else 1) * at.weights(models.drafter, FLOAT32, **whole)
         if learns and not derived.makes_drafter(config):
@@ -209,8 +210,8 @@ def _generation(run: PlannedRun) -> list[Part]:
 def decode_state(run: PlannedRun) -> DecodeState:
     """Return the shapes of what a slice decodes, with all its rows."""
     generation = run.config.generation
-    strategies = derived.strategies(run.config).strategies
-    earlier = run.text_tokens if derived.replays(run.config) else 0
+    strategies = drafting.strategies(run.config).strategies
+    earlier = run.text_tokens if drafting.replays(run.config) else 0
     slots = cache_slots(run.text_tokens, strategies, run.layout)
     return empty_rows(run, generation.max_rows, slots, generation.history_tokens, earlier)
 
@@ -255,7 +256,7 @@ def round_bytes(run: PlannedRun, state: DecodeState, nodes: int) -> int:
     """
     policy = run.models.policy
     generation = run.config.generation
-    candidates = derived.strategies(run.config)
+    candidates = drafting.strategies(run.config)
     rows = row_share(generation.max_rows, run.layout)
     grid = rows * int(candidates.calls.grid[candidates.nodes <= nodes].max())
     itemsize = run.layout.dtype.itemsize
@@ -267,7 +268,7 @@ def round_bytes(run: PlannedRun, state: DecodeState, nodes: int) -> int:
     logits = 0 if streamed else 4 * rows * nodes * run.outputs(policy)
     copies = run.temporaries.logits
     copies += run.temporaries.padded_logits * (policy.vocab_size % BLOCK != 0)
-    copies += derived.keeps_draft_logits(run.config)
+    copies += drafting.keeps_draft_logits(run.config)
     return window + max(2 * scores, copies * logits)
 
 
@@ -276,7 +277,7 @@ def most_nodes(config: Config, layout: Layout) -> int:
 
     With fewer rows and caches it may be more.
     """
-    candidates = derived.strategies(config)
+    candidates = drafting.strategies(config)
     nodes = candidates.nodes
     rows = row_share(config.generation.max_rows, layout)
     fits = nodes * rows <= VERIFIED

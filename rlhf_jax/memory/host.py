@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from rlhf_jax.config import derived, memory_parts
-from rlhf_jax.config.memory_parts import NONE_ASIDE, SPLIT_OR_ASIDE, Part
+from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
+from rlhf_jax.memory import parts as memory_parts
+from rlhf_jax.memory.parts import NONE_ASIDE, SPLIT_OR_ASIDE, Part
 from rlhf_jax.runtime.host_memory import host_memory
 
 TOKEN = 4  # bytes of a token's id

@@ -1,0 +1,1 @@
+"""Estimate the memory that a run takes, by part, before anything is loaded."""
