@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import math
 import operator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -269,6 +270,19 @@ def place_rows(tree: Any, layout: Layout) -> Any:
     if layout.owners == (jax.process_index(),):
         return jax.device_put(tree, shardings)
     return jax.tree.map(place_parts, tree, shardings)
+
+
+def on_each(
+    run: Callable[..., T], layout: Layout, in_specs: Any, out_specs: Any
+) -> Callable[..., T]:
+    """Return `run` on each device's own part of its arguments.
+
+    Unchecked: a kernel says nothing of the axes that its results vary over. What the results do not
+    split must be the same on all devices that have it.
+    """
+    return jax.shard_map(
+        run, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
 
 
 def for_all_to_read(layout: Layout) -> NamedSharding:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from pallas_kernels import implementation
 from pallas_kernels.arrays import Cache, LayerCache
 from rlhf_jax.cache.cache import HEADS_SPEC, KVCache, Window, pick_rows
-from rlhf_jax.mesh import Layout
+from rlhf_jax.mesh import Layout, on_each
 from rlhf_jax.types import Array, ModelConfig
 
 
@@ -131,7 +131,7 @@ def _tree_attention(layout: Layout) -> Callable[..., jax.Array]:
         new = PartitionSpec(rows, None, heads)
         of_rows = PartitionSpec(rows)
         specs = (new, cache, cache, cache, cache, of_rows, of_rows)
-        return _on_each(attend, layout, specs, new)(query, cache_k, *others)
+        return on_each(attend, layout, specs, new)(query, cache_k, *others)
 
     return attend_parts
 
@@ -146,14 +146,6 @@ def _commit(layout: Layout) -> Callable[[Cache, Cache, Array, Array], Cache]:
         """Commit on each device its own rows and heads."""
         spec = layout.fit(HEADS_SPEC, cache[0][0].shape)
         specs = (spec, spec, PartitionSpec(spec[0]), PartitionSpec(spec[0]))
-        return _on_each(write, layout, specs, spec)(cache, window, path, start)
+        return on_each(write, layout, specs, spec)(cache, window, path, start)
 
     return write_parts
-
-
-def _on_each(run: Callable, layout: Layout, in_specs: tuple, out_specs: PartitionSpec) -> Callable:
-    """Return `run` on each device's own part of its arguments."""
-    # Unchecked: a kernel says nothing of the axes that its results vary over.
-    return jax.shard_map(
-        run, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-    )

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from pallas_kernels import BLOCK, Shape, implementation
 from pallas_kernels.verify_head import Parts, combine
-from rlhf_jax.mesh import ROW_AXES, Layout
+from rlhf_jax.mesh import ROW_AXES, Layout, on_each
 from rlhf_jax.model.transformer import head_of
 from rlhf_jax.model.weight import OutputFirst
 from rlhf_jax.types import Model, ModelConfig
@@ -66,7 +66,7 @@ def verify_head(layout: Layout) -> Callable[..., Parts]:
             rows = PartitionSpec(ROW_AXES)
             words = PartitionSpec("tensor") if tied else PartitionSpec(None, "tensor")
             specs = (rows, words, PartitionSpec(ROW_AXES, "tensor"), rows)
-            found = _on_each(local, layout, specs, rows)(flat[0], head, *flat[1:])
+            found = on_each(local, layout, specs, rows)(flat[0], head, *flat[1:])
         return jax.tree.map(lambda leaf: leaf.reshape(*hidden.shape[:2], *leaf.shape[1:]), found)
 
     return parts
@@ -96,14 +96,6 @@ def token_logprobs(layout: Layout) -> Callable[..., tuple[Array, Array]] | None:
             first = jax.lax.axis_index("tensor") * head.shape[0 if tied else 1] if axis else 0
             return run(hidden, head, targets - first, temperature=temperature, tied=tied, axis=axis)
 
-        return _on_each(local, layout, (rows, words, rows), rows)(hidden, head, targets)
+        return on_each(local, layout, (rows, words, rows), rows)(hidden, head, targets)
 
     return of_rows
-
-
-def _on_each(run: Callable, layout: Layout, in_specs: tuple, out_specs: PartitionSpec) -> Callable:
-    """Return `run` on each device's own part of its arguments."""
-    # Unchecked: a kernel says nothing of the axes that its results vary over.
-    return jax.shard_map(
-        run, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-    )

@@ -21,7 +21,16 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlhf_jax.cache.state import DecodeState, rows_in, rows_out
-from rlhf_jax.mesh import AXES, AXIS_TYPES, ONE_DEVICE, ROW_AXES, Layout, pin_rows, row_shardings
+from rlhf_jax.mesh import (
+    AXES,
+    AXIS_TYPES,
+    ONE_DEVICE,
+    ROW_AXES,
+    Layout,
+    on_each,
+    pin_rows,
+    row_shardings,
+)
 from rlhf_jax.types import Array
 
 # Bytes of a row in a piece, but for larger leaves: much fresh memory at once is slow on a CPU.
@@ -31,10 +40,6 @@ PIECE_BYTES = 1 << 22
 _FEWEST_SLOTS = 64
 # How a piece lies on a slice: repeated over the devices that rows lie on.
 _PIECE_SPEC = PartitionSpec("slices", "tensor")
-
-# Unchecked: what is not split, in a state or a packet, all devices that have it find to be the
-# same.
-_on_each = functools.partial(jax.shard_map, check_vma=False)
 
 
 @struct.dataclass
@@ -80,9 +85,7 @@ def pack_rows(
 
     if layout.mesh is None:
         return RowPacket(give(state), slots)
-    give_all = _on_each(
-        give, mesh=layout.mesh, in_specs=(_specs(state, layout),), out_specs=_PIECE_SPEC
-    )
+    give_all = on_each(give, layout, (_specs(state, layout),), _PIECE_SPEC)
     return RowPacket(give_all(state), slots)
 
 
@@ -108,8 +111,7 @@ def _begins(state: DecodeState, slots: int, layout: Layout) -> list[list[jax.Arr
 
     if layout.mesh is None:
         return find(state)
-    specs = _specs(state, layout)
-    return _on_each(find, mesh=layout.mesh, in_specs=(specs,), out_specs=PartitionSpec())(state)
+    return on_each(find, layout, (_specs(state, layout),), PartitionSpec())(state)
 
 
 @functools.partial(jax.jit, static_argnames=("layout",), donate_argnames=("state",))
@@ -131,8 +133,7 @@ def _put(
     if layout.mesh is None:
         return put(state, packet.pieces, begins)
     specs = _specs(state, layout)
-    in_specs = (specs, _PIECE_SPEC, PartitionSpec())
-    place = _on_each(put, mesh=layout.mesh, in_specs=in_specs, out_specs=specs)
+    place = on_each(put, layout, (specs, _PIECE_SPEC, PartitionSpec()), specs)
     return pin_rows(place(state, packet.pieces, begins), layout)
 
 
