@@ -18,7 +18,6 @@ from rlhf_jax.monitoring.diversity import distinct_pairs
 from rlhf_jax.rewards.combination import Scores, means_of
 from rlhf_jax.rewards.samples import responses_of, table_of
 from rlhf_jax.run import Run
-from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.sources.roll_out import assignment_policy_of
 from rlhf_jax.state import Observer, RolloutStats, RunState, ignore, remembered
 from rlhf_jax.training.learn import measure
@@ -36,16 +35,28 @@ class EvaluationReport:
 def evaluate(
     state: RunState, run: Run, observe: Observer = ignore
 ) -> tuple[RunState, EvaluationReport]:
-    """Measure the policy on the held-out prompts, or what is trained on held-out samples.
+    """Measure the policy on held-out prompts, or the losses on held-out samples of given ones."""
+    observe("evaluation", None)
+    if run.held_out is None:
+        return _evaluate_policy(state, run, observe)
+    models = run.scoring.models_of(state.models, run.frozen)
+    scored, _ = score(run.held_out, models, run.scoring)
+    batch, _ = prepare(scored, state.host.kl_coefficient, run.config)
+    losses = measure(state.models, batch, run.learners)
+    means = {f"eval/{name}": value for name, value in losses.items()}
+    return state, EvaluationReport(means, samples=[])
+
+
+def _evaluate_policy(
+    state: RunState, run: Run, observe: Observer
+) -> tuple[RunState, EvaluationReport]:
+    """Measure the policy on the held-out prompts.
 
     The noise is not training's (another seed). It is the same every time, so two evaluations are
     paired, and the text of the one before is the draft of this one; but where acceptance makes the
     text depend on the drafts (`AcceptanceRule`), the noise is new. Samples that a measure failed on
     are left out of its mean, and counted.
     """
-    observe("evaluation", None)
-    if run.held_out is not None:
-        return state, EvaluationReport(_losses_on(run.held_out, state, run), [])
     asked = run.evaluation
     settings = run.generation
     assert asked is not None and settings is not None, "The policy generates for held-out prompts."
@@ -91,15 +102,6 @@ def evaluate(
     generation = dataclasses.replace(remembered(state.host), evaluated=evaluated)
     host = dataclasses.replace(state.host, generation=generation)
     return state._replace(host=host), report
-
-
-def _losses_on(samples: Sequences, state: RunState, run: Run) -> dict[str, float]:
-    """Return what the losses measure of samples that are not learned from."""
-    models = run.scoring.models_of(state.models, run.frozen)
-    scored, _ = score(samples, models, run.scoring)
-    batch, _ = prepare(scored, state.host.kl_coefficient, run.config)
-    found = measure(state.models, batch, run.learners)
-    return {f"eval/{name}": value for name, value in found.items()}
 
 
 def _means(scores: Mapping[str, Scores]) -> dict[str, float]:

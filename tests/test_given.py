@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_run
@@ -36,26 +37,26 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
 
 
 def given(
-    tokenizer: Tokenizer, tmp_path: Path, *fields: str, most: int = 200, **row
+    tokenizer: Tokenizer, tmp_path: Path, *fields: str, **row: Any
 ) -> tuple[list[str], list[Given]]:
     """The rendered prompt of one row and its samples."""
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     found = rows.read(tmp_path / "rows.jsonl")
     asked = prompts.tokenize(found, tokenizer, "", 100)
-    kept, samples = read_given(asked, fields, tokenizer, (1,), most)
-    return [tokenizer.decode_whole(one) for one in kept.tokens], samples[0]
+    kept, samples = read_given(asked, fields, tokenizer, (1,), max_response_tokens=200)
+    return [tokenizer.decode_whole(one.tolist()) for one in kept.tokens], samples[0]
 
 
 def learned(tokenizer: Tokenizer, sample: Given) -> str:
     """The text that is learned from."""
-    return tokenizer.decode_whole(sample.tokens[sample.learned])
+    return tokenizer.decode_whole(sample.tokens[sample.learned].tolist())
 
 
 def test_a_chat_is_what_the_template_makes_of_it(tokenizer, tmp_path):
     chat = [SYSTEM, USER, ANSWER, MORE, LAST]
     (prompt,), (sample,) = given(tokenizer, tmp_path, "completion", messages=chat)
     whole = tokenizer.render(chat, add_generation_prompt=False)
-    assert prompt + tokenizer.decode_whole(sample.tokens) == whole
+    assert prompt + tokenizer.decode_whole(sample.tokens.tolist()) == whole
     assert MORE["content"] in whole and MORE["content"] not in learned(tokenizer, sample)
     for answer in (ANSWER, LAST):
         assert answer["content"] in learned(tokenizer, sample)

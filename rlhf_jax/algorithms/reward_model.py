@@ -56,10 +56,19 @@ def whole_texts(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, 
     return batch.past_end(), {}
 
 
+def rate_by_pairs(weights: int) -> float:
+    """Return the learning rate of AdamW for a model of so many weights: 2e-6 at 8 billion.
+
+    (Dong et al. 2024, RLHF Workflow.) It is larger for smaller models, up to TRL's 1e-4.
+    """
+    return float(f"{min(1e-4, 2e-6 * (8e9 / weights) ** 0.75):.1e}")
+
+
 REWARD_MODEL = Algorithm(
     title="a reward model",
     losses={"reward_model": GroupLoss(preferred_reward, reads=("preference",))},
     prepare=whole_texts,
     options=RewardModelOptions,
     given=("chosen", "rejected"),
+    learning_rate=rate_by_pairs,
 )

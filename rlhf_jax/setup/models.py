@@ -37,18 +37,26 @@ def load_idle(source: Source, layout: Layout, config: Config) -> Model:
 
 
 def learning_rates(config: Config) -> dict[str, optax.ScalarOrSchedule]:
-    """Return the learning rate, by role, of what is trained on the samples of a step."""
+    """Return the learning rate, by role, of what is trained on the samples of a step.
+
+    Critics have their own beside a policy that learns, and are else what training is about.
+    """
     training = config.training
     critic = config.critic
     of_update = training.epochs * training.minibatches
     steps = config.steps * of_update
     found: dict[str, optax.ScalarOrSchedule] = {}
-    if derived.trains(config, "policy"):
-        own = steps - critic.steps_alone * of_update
-        found["policy"] = scheduled(
-            training.learning_rate, training.warmup_steps, training.schedule, own
-        )
+    of_policy = scheduled(
+        training.learning_rate,
+        training.warmup_steps,
+        training.schedule,
+        steps - critic.steps_alone * of_update,
+    )
     of_critics = scheduled(critic.learning_rate, critic.warmup_steps, training.schedule, steps)
+    if derived.trains(config, "policy"):
+        found["policy"] = of_policy
+    else:
+        of_critics = of_policy
     return found | dict.fromkeys(derived.trained_critics(config), of_critics)
 
 
