@@ -48,7 +48,7 @@ MEANINGS = (
     Meaning("mismatch/kl", "KL of generation to training, per token (k3)", "nats", "below 0.001"),
     Meaning(
         "mismatch/mean",
-        "mean difference of log-probs between generation and training, per token",
+        "mean absolute difference of log-probs between generation and training",
         "nats",
         "below 0.02",
     ),
