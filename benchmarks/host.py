@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlhf_jax.cache.state import DecodeState
 from rlhf_jax.generation import precompile, rounds
 from rlhf_jax.generation.decoding import decoding_weights
 from rlhf_jax.generation.engine import generate
@@ -35,7 +36,7 @@ from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.mesh import Layout, make_mesh
 from rlhf_jax.model.transformer import init
 from rlhf_jax.runtime.compilation import Programs
-from rlhf_jax.types import DecodeState, Emission, ModelConfig, ModelConfigs
+from rlhf_jax.types import Emission, ModelConfig, ModelConfigs
 
 PROMPT = 16  # tokens of every prompt
 SAMPLES = 4  # of a prompt

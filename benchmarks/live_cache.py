@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.dispatch import REFERENCE, Kernels
+from rlhf_jax.cache.state import DecodeState
 from rlhf_jax.generation import rows
 from rlhf_jax.generation.decoding import decoding_weights
 from rlhf_jax.generation.speculative import tree
@@ -31,7 +32,7 @@ from rlhf_jax.generation.speculative.round import run_round
 from rlhf_jax.generation.speculative.sampling import UNTRUNCATED
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model.weights.source import open_source
-from rlhf_jax.types import DecodeState, Model
+from rlhf_jax.types import Model
 
 CONTENDERS = {"reference": REFERENCE, "cpu": Kernels(tree_attention="cpu")}
 

@@ -39,13 +39,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlhf_jax import mesh as meshes
+from rlhf_jax.cache.state import DecodeState
 from rlhf_jax.config import command_line
 from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model.transformer import init, unstack
 from rlhf_jax.reallocation import row_transfer
 from rlhf_jax.runtime import distributed, joining, signing
-from rlhf_jax.types import DecodeState, ModelConfig
+from rlhf_jax.types import ModelConfig
 
 # Neither a cache nor a prefill hangs on the vocabulary.
 SHAPES = {

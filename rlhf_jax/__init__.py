@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rlhf_jax.algorithms.grpo import GRPO, POLICY_LOSS
     from rlhf_jax.algorithms.ppo import PPO
+    from rlhf_jax.cache.state import DecodeState
     from rlhf_jax.config import default as default_config
     from rlhf_jax.config.algorithms import Algorithm, option
     from rlhf_jax.config.algorithms import register as register_algorithm
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from rlhf_jax.training.learn import learn, trained
     from rlhf_jax.training.optimizer import make_optimizer
     from rlhf_jax.training.settings import TrainingSettings
-    from rlhf_jax.types import DecodeState, Model, ModelConfig, Strategy, Trained
+    from rlhf_jax.types import Model, ModelConfig, Strategy, Trained
 
 __all__ = [
     "ESTIMATORS",
@@ -122,7 +123,7 @@ __all__ = [
 # Where each public name is: `module`, or `module:name` where it is called otherwise there.
 _PLACES = {
     # What crosses from stage to stage.
-    "DecodeState": "types",
+    "DecodeState": "cache.state",
     "Model": "types",
     "ModelConfig": "types",
     "Sequences": "sequences.batch",

@@ -13,12 +13,16 @@ from rlhf_jax.generation.decoding import decoding_models
 from rlhf_jax.generation.history import requests
 from rlhf_jax.generation.requests import GenerationCounts, RoundReport
 from rlhf_jax.generation.stage import StageRecord, by_group, end_stage, generate_samples
+from rlhf_jax.inference.scoring import score
 from rlhf_jax.monitoring.diversity import distinct_pairs
 from rlhf_jax.rewards.combination import Scores, means_of
 from rlhf_jax.rewards.samples import responses_of, table_of
 from rlhf_jax.run import Run
+from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.sources.roll_out import assignment_policy_of
 from rlhf_jax.state import Observer, RolloutStats, RunState, ignore, remembered
+from rlhf_jax.training.learn import measure
+from rlhf_jax.training.prepare import prepare
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +36,7 @@ class EvaluationReport:
 def evaluate(
     state: RunState, run: Run, observe: Observer = ignore
 ) -> tuple[RunState, EvaluationReport]:
-    """Measure the policy on the held-out prompts.
+    """Measure the policy on the held-out prompts, or what is trained on held-out samples.
 
     The noise is not training's (another seed). It is the same every time, so two evaluations are
     paired, and the text of the one before is the draft of this one; but where acceptance makes the
@@ -40,6 +44,8 @@ def evaluate(
     are left out of its mean, and counted.
     """
     observe("evaluation", None)
+    if run.held_out is not None:
+        return state, EvaluationReport(_losses_on(run.held_out, state, run), [])
     asked = run.evaluation
     settings = run.generation
     assert asked is not None and settings is not None, "The policy generates for held-out prompts."
@@ -87,6 +93,15 @@ def evaluate(
     generation = dataclasses.replace(remembered(state.host), evaluated=evaluated)
     host = dataclasses.replace(state.host, generation=generation)
     return state._replace(host=host), report
+
+
+def _losses_on(samples: Sequences, state: RunState, run: Run) -> dict[str, float]:
+    """Return what the losses measure of samples that are not learned from."""
+    models = run.scoring.models_of(state.models, run.frozen)
+    scored, _ = score(samples, models, run.scoring)
+    batch, _ = prepare(scored, state.host.kl_coefficient, run.config)
+    found = measure(state.models, batch, run.learners)
+    return {f"eval/{name}": value for name, value in found.items()}
 
 
 def _means(scores: Mapping[str, Scores]) -> dict[str, float]:

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import math
 import operator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -42,6 +43,14 @@ AnyMesh = Mesh | AbstractMesh
 FLOAT32 = np.dtype(np.float32)
 
 
+class OwnSpecs:
+    """Be a part of a row-first tree that says itself how it lies: by more than its rows."""
+
+    def specs(self) -> Any:
+        """Return the mesh axes of each dimension of each leaf, a tuple in the leaf's place."""
+        raise NotImplementedError
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """Say where and how a call runs: on which devices, in which role, by which kernels and dtype.
@@ -56,6 +65,8 @@ class Layout:
     kernels: Kernels = REFERENCE
     # of the products; sums and log-probs are float32 all the same
     dtype: np.dtype = FLOAT32
+    # the kind of decoding's key-value caches, a name in `cache.state.CACHE_KINDS`
+    cache: str = "contiguous"
 
     @functools.cached_property
     def slices(self) -> int:
@@ -227,15 +238,17 @@ def on_slice(tree: T, layout: Layout) -> T:
 def row_shardings(tree: Any, layout: Layout) -> Any:
     """Return a sharding for every leaf of a row-first tree: [B, ...] over slices x data x fsdp.
 
-    Leaves of rank 4 are caches, [B, G, ...], whose G lies over tensor as the weights' key-value
-    heads do. Scalars are replicated. A dimension that its axes do not divide stays whole.
+    Scalars are replicated. A dimension that its axes do not divide stays whole. A part that is
+    `OwnSpecs` says itself how its leaves lie.
     """
 
-    def shard(leaf: Any) -> NamedSharding:
-        """Return the sharding of one leaf."""
-        return named(layout, layout.fit(row_spec(leaf.ndim), leaf.shape))
+    def shard(part: Any) -> Any:
+        """Return the sharding of one leaf, or of a part that says itself."""
+        if isinstance(part, OwnSpecs):
+            return jax.tree.map(lambda x, spec: fitted(layout, spec, x.shape), part, part.specs())
+        return fitted(layout, row_spec(part.ndim), part.shape)
 
-    return jax.tree.map(shard, tree)
+    return jax.tree.map(shard, tree, is_leaf=lambda part: isinstance(part, OwnSpecs))
 
 
 def rows_of_shard(rows: int, row_shards: int) -> int:
@@ -257,6 +270,19 @@ def place_rows(tree: Any, layout: Layout) -> Any:
     if layout.owners == (jax.process_index(),):
         return jax.device_put(tree, shardings)
     return jax.tree.map(place_parts, tree, shardings)
+
+
+def on_each(
+    run: Callable[..., T], layout: Layout, in_specs: Any, out_specs: Any
+) -> Callable[..., T]:
+    """Return `run` on each device's own part of its arguments.
+
+    Unchecked: a kernel says nothing of the axes that its results vary over. What the results do not
+    split must be the same on all devices that have it.
+    """
+    return jax.shard_map(
+        run, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
 
 
 def for_all_to_read(layout: Layout) -> NamedSharding:
@@ -301,12 +327,13 @@ def bytes_per_device(tree: Any, shardings: Any) -> int:
 
 
 def row_spec(rank: int) -> tuple:
-    """Return the mesh axes of each dimension of a row-first leaf; one of rank 4 is a cache.
+    """Return the mesh axes of each dimension of a row-first leaf: its rows are split."""
+    return (ROW_AXES, *(None,) * rank)[:rank]
 
-    A leaf [B, ...] has its rows split, a cache [B, G, ...] its key-value heads too.
-    """
-    spec = (ROW_AXES, "tensor" if rank == 4 else None)
-    return (spec + (None,) * rank)[:rank]
+
+def fitted(layout: Layout, spec: tuple, shape: tuple[int, ...]) -> NamedSharding:
+    """Return the sharding of a leaf by mesh axes of its dimensions, where they divide these."""
+    return named(layout, layout.fit(spec, shape))
 
 
 def named(layout: Layout, spec: PartitionSpec) -> NamedSharding:

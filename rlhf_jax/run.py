@@ -16,6 +16,7 @@ from rlhf_jax.monitoring.trace import Span
 from rlhf_jax.placement.lanes import ONE_LANE, Lanes
 from rlhf_jax.placement.transfer import bytes_moved
 from rlhf_jax.rewards.combination import Scorer
+from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.sources.drawn import SampleSource
 from rlhf_jax.state import RunState
 from rlhf_jax.training.distill import Distillation
@@ -72,6 +73,8 @@ class Run:
     distillation: Distillation | None = None
     # None: there are no held-out prompts
     evaluation: EvaluationSettings | None = None
+    # held-out samples that losses are measured on, where samples are given
+    held_out: Sequences | None = None
 
 
 def changes_of_place(state: RunState, run: Run) -> dict[str, float]:

@@ -242,7 +242,8 @@ def measure_if_due(state: RunState, run: Run, session: Session, last: bool = Fal
         rows = metrics.read_rows(session.opened.workdir, "evaluations")
         return bool(rows) and rows[-1]["step"] == state.step
 
-    if run.evaluation is None or not due or (last and distributed.run_on_leader(stands)):
+    asked = run.evaluation or run.held_out
+    if asked is None or not due or (last and distributed.run_on_leader(stands)):
         return state
     best = _best_so_far(run, session.opened)
     state, report = evaluate(state, run, session.observe)

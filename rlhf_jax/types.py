@@ -16,7 +16,6 @@ import numpy as np
 import optax
 from flax import struct
 
-from pallas_kernels.arrays import Cache
 from rlhf_jax.runtime.shards import counted_up
 
 # An array lies on the device or, of numpy, on the host. In a template of a tree a shape or a
@@ -156,36 +155,6 @@ class Tree:
     parents: Array  # [B, N+1] int32, the index of the parent node; 0 at the root and at padding.
     depth: Array  # [B, N+1] int32, 0 at the root, -1 at padding.
     ancestors: Array  # [B, N+1, N+1] bool: [b, i, j] says whether j is i or above i.
-
-
-@struct.dataclass
-class DraftState:
-    """Hold what a draft model keeps of each row."""
-
-    cache: Cache
-    length: jax.Array  # [B] int32, how many cache slots are committed and valid.
-
-
-@struct.dataclass
-class DecodeState:
-    """Hold running samples, one a row; axis 0 of every leaf is the row.
-
-    `length` counts known tokens. The cache holds the first `length - 1` of them: the last one is
-    the root of the next round.
-    """
-
-    tokens: jax.Array  # [B, T] int32
-    length: jax.Array  # [B] int32
-    limit: jax.Array  # [B] int32, the length at which the sample ends.
-    done: jax.Array  # [B] bool, whether the sample has ended; also true for empty rows.
-    key: jax.Array  # [B, 2] uint32, (seed, sample id): the key of the row's noise.
-    temperature: jax.Array  # [B] float32, that the row's tokens are drawn at; 0: the argmax.
-    history: jax.Array  # [B, E] int32, earlier roll-outs that lookup reads, -1 between and after.
-    # [B, T or 0] int32, the text that the same noise gave before, by position, -1 where there is
-    # none.
-    earlier: jax.Array
-    cache: Cache
-    draft: DraftState | None
 
 
 @struct.dataclass

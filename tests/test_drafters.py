@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlhf_jax.cache.contiguous import ContiguousCache
+from rlhf_jax.cache.state import DecodeState, DraftState
 from rlhf_jax.generation.speculative import protocol
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.drafters import matching, replay, teacher
@@ -22,10 +24,9 @@ from rlhf_jax.generation.speculative.drafters.search import SearchDrafter, propo
 from rlhf_jax.generation.speculative.round import run_round
 from rlhf_jax.generation.speculative.sampling import UNTRUNCATED, Sampling
 from rlhf_jax.generation.strategy.acceptance import DEPTHS, RANKS
-from rlhf_jax.mesh import Layout, make_mesh, pin_rows, place_rows, row_shardings
-from rlhf_jax.model.attention import empty_cache
+from rlhf_jax.mesh import ONE_DEVICE, Layout, make_mesh, pin_rows, place_rows, row_shardings
 from rlhf_jax.model.transformer import forward, logits
-from rlhf_jax.types import DecodeState, DraftState, Strategy
+from rlhf_jax.types import Strategy
 
 SLOTS = 48
 NOBODY = np.full((1, 0), -1, np.int32)
@@ -52,7 +53,7 @@ def texts_state(
         temperature=jnp.ones((rows,), jnp.float32),
         history=padded(histories, -1, max(map(len, histories))),
         earlier=jnp.zeros((rows, 0), jnp.int32) if earlier is None else padded(earlier, -1, SLOTS),
-        cache=(),
+        cache=ContiguousCache(()),
         draft=None,
     )
 
@@ -343,9 +344,10 @@ def begun(target, drafter, temperature: float) -> DecodeState:
         limit=jnp.arange(TEXTS, dtype=jnp.int32) + 52,
         key=jnp.asarray(key),
         temperature=jnp.full((TEXTS,), temperature, jnp.float32),
-        cache=empty_cache(target.config, TEXTS, slots, jnp.float32),
+        cache=ContiguousCache.empty(target.config, TEXTS, slots, ONE_DEVICE),
         draft=DraftState(
-            empty_cache(drafter.config, TEXTS, slots, jnp.float32), jnp.zeros((TEXTS,), jnp.int32)
+            ContiguousCache.empty(drafter.config, TEXTS, slots, ONE_DEVICE),
+            jnp.zeros((TEXTS,), jnp.int32),
         ),
     )
 

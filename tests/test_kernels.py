@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import json
 import pathlib
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,8 @@ from pallas_kernels import dispatch, measured
 from pallas_kernels.arrays import check_ranks
 from pallas_kernels.dispatch import INTERPRETED, REFERENCE, Kernels, choose
 from rlhf_jax import mesh as meshes
+from rlhf_jax.cache.cache import Window
+from rlhf_jax.cache.contiguous import ContiguousCache
 from rlhf_jax.generation.decoding import decoding_weights
 from rlhf_jax.generation.speculative.sampling import Sampling, block_noise, draw, draw_inside
 from rlhf_jax.inference.logprobs import logprobs_and_entropy
@@ -254,23 +257,24 @@ def test_each_device_commits_its_own_rows_and_heads():
     layout = Layout(meshes.make_mesh(2, 1, 2, jax.devices()[:4]), kernels=INTERPRETED)
     random = np.random.default_rng(0)
 
-    def leaves(slots: int):
+    def leaves(slots: int) -> Any:
         sizes = (4, 2, 16, slots), (4, 2, slots, 16)
         return tuple(
             tuple(random.normal(size=size).astype(np.float32) for size in sizes) for _ in range(2)
         )
 
-    cache = leaves(128)
-    window = leaves(3)
+    cache = ContiguousCache(leaves(128))
+    window = Window(leaves(3))
     path = random.integers(0, 3, (4, 3)).astype(np.int32)
     start = np.array([0, 7, 100, 125], np.int32)
-    cache, window, path, start = meshes.place_rows((cache, window, path, start), layout)
-    written = jax.jit(laid.commit(layout))(cache, window, path, start)
-    assert written[0][0].sharding.spec == PartitionSpec(meshes.ROW_AXES, "tensor", None, None)
+    given = meshes.place_rows((cache, window, path, start), layout)
+    written = jax.jit(functools.partial(ContiguousCache.commit, layout=layout))(*given)
+    spec = written.layers[0][0].sharding.spec
+    assert spec == PartitionSpec(meshes.ROW_AXES, "tensor", None, None)
     jax.tree.map(
         np.testing.assert_array_equal,
         written,
-        laid.commit(Layout(kernels=REFERENCE))(cache, window, path, start),
+        ContiguousCache.commit(*given, layout=Layout(kernels=REFERENCE)),
     )
 
 

@@ -13,9 +13,9 @@ from compilers import devices, needs_libtpu
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_jax import mesh as meshes
+from rlhf_jax.cache.contiguous import ContiguousCache
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model import transformer
-from rlhf_jax.model.attention import empty_cache
 from rlhf_jax.model.families import FAMILIES, QWEN2, QWEN3, Family, weight_at
 from rlhf_jax.model.shardings import model_shardings, unsplit
 from rlhf_jax.types import ModelConfig
@@ -197,14 +197,14 @@ def test_rows_lie_over_data_and_fsdp_and_caches_over_tensor_too(config):
     rows = {
         "tokens": jnp.zeros((8, 16)),
         "done": jnp.zeros(8),
-        "cache": empty_cache(config, 8, 16, jnp.float32),
+        "cache": ContiguousCache.empty(config, 8, 16, meshes.ONE_DEVICE),
     }
     rows |= {"scalar": jnp.zeros(()), "odd": jnp.zeros((6, 3)), "bits": jnp.zeros((8, 3, 3))}
     shapes = shard_shapes(rows, meshes.row_shardings(rows, Layout(meshes.make_mesh(2, 2, 2))))
     assert shapes["tokens"] == (2, 16)
     assert shapes["done"] == (2,)
     assert shapes["bits"] == (2, 3, 3)
-    assert shapes["cache"][0] == ((2, 1, 8, 16), (2, 1, 16, 8))
+    assert shapes["cache"].layers[0] == ((2, 1, 8, 16), (2, 1, 16, 8))
     assert shapes["scalar"] == ()
     assert shapes["odd"] == (6, 3)
 

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlhf_jax.cache.contiguous import ContiguousCache
+from rlhf_jax.cache.state import DecodeState
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.budget import allocate_budget, pack
 from rlhf_jax.generation.strategy import (
@@ -26,7 +28,7 @@ from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS
 from rlhf_jax.generation.strategy.predict import Situation
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.mesh import ONE_DEVICE, Layout, make_mesh, place_rows
-from rlhf_jax.types import DecodeState, Emission
+from rlhf_jax.types import Emission
 
 GAINS = expected_gain.expected_gains(
     np.array([[0.5] * DEPTHS, [0.2] * DEPTHS, [0.6] * DEPTHS, [0.9] * DEPTHS])
@@ -62,7 +64,7 @@ def state_of(length, limit, done) -> DecodeState:
         done=jnp.array(done, bool),
         key=jnp.zeros((rows, 2), jnp.uint32),
         temperature=jnp.ones((rows,), jnp.float32),
-        cache=(),
+        cache=ContiguousCache(()),
         history=nothing,
         earlier=nothing,
         draft=None,

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from rlhf_jax import mesh as meshes
+from rlhf_jax.cache.contiguous import ContiguousCache
+from rlhf_jax.cache.state import DecodeState
 from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.mesh import ONE_DEVICE, Layout
 from rlhf_jax.reallocation import row_transfer
-from rlhf_jax.types import DecodeState, ModelConfig
+from rlhf_jax.types import ModelConfig
 
 TARGET = ModelConfig(
     "llama", 32, 16, 16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, max_context=128
@@ -50,7 +52,7 @@ def narrowed(row: DecodeState, slots: int) -> DecodeState:
     """A row's leaves, caches and tokens up to `slots`."""
 
     def cut(cache):
-        return tuple((k[..., :slots], v[:, :, :slots]) for k, v in cache)
+        return ContiguousCache(tuple((k[..., :slots], v[:, :, :slots]) for k, v in cache.layers))
 
     assert row.draft is not None
     draft = dataclasses.replace(row.draft, cache=cut(row.draft.cache))
@@ -237,7 +239,7 @@ def grown(state: DecodeState, layout) -> DecodeState:
         return leaf.at[rows, :, :, at].set(new) if axis == 3 else leaf.at[rows, :, at].set(new)
 
     def write_all(cache):
-        return tuple((write(k, 3), write(v, 2)) for k, v in cache)
+        return ContiguousCache(tuple((write(k, 3), write(v, 2)) for k, v in cache.layers))
 
     assert state.draft is not None
     draft = dataclasses.replace(state.draft, cache=write_all(state.draft.cache))
@@ -336,8 +338,9 @@ class Schedule:
 def check_row(state: DecodeState, row: int, number: int, length: int) -> None:
     assert state.key[row, 1] == number and state.length[row] == length
     wanted = number * 1000 + np.arange(length, dtype=np.float32)
-    assert state.draft is not None
-    for key, value in (*state.cache, *state.draft.cache):
+    assert isinstance(state.cache, ContiguousCache) and state.draft is not None
+    assert isinstance(state.draft.cache, ContiguousCache)
+    for key, value in (*state.cache.layers, *state.draft.cache.layers):
         np.testing.assert_array_equal(
             key[row][..., :length], np.broadcast_to(wanted, (2, 4, length))
         )

@@ -20,7 +20,8 @@ from kernel_cases import by_name, each_by_type, few, on_gpu, reduced
 from benchmarks.shapes import NODES, ROWS, SHAPES, SLOTS
 from pallas_kernels.shapes import Shape
 from pallas_kernels.tree_attention import cpu, gpu, reference, tpu
-from rlhf_jax.model.attention import cached
+from rlhf_jax.cache.contiguous import ContiguousCache
+from rlhf_jax.mesh import ONE_DEVICE
 
 SLOTS_HERE = 300  # no multiple of a block
 LENGTHS = [0, 300, 1, 128, 0, 171]
@@ -138,8 +139,10 @@ def test_reference_is_what_the_model_computes_today():
     )
     key = window_k.transpose(0, 3, 1, 2)
     value = window_v.transpose(0, 2, 1, 3)
-    want, window = cached(query, key, value, ((cache_k, cache_v), None), length=length, mask=mask)
-    got = reference.tree_attention(query, cache_k, cache_v, *window, length, mask)
+    cache = ContiguousCache(((cache_k, cache_v),))
+    attend = cache.attend(length, mask, ONE_DEVICE)
+    want, (keys, values) = attend(query, key, value, cache.memory()[0])
+    got = reference.tree_attention(query, cache_k, cache_v, keys, values, length, mask)
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
 
 

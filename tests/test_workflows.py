@@ -26,7 +26,7 @@ from rlhf_jax.training.kinds import GroupTerms
 from rlhf_jax.training.settings import TrainingSettings
 
 FILES = {"TWO_CRITICS": toys.__file__}
-MEASURED = ("seconds", "per_second", "idle_share")
+MEASURED = ("seconds", "per_second", "idle_share", "memory/host")
 
 
 class Workflow(NamedTuple):
@@ -40,15 +40,22 @@ class Workflow(NamedTuple):
 
 GENERATES = {"data__train": "prompts.jsonl", "reward__functions": "('reward.py:vowels',)"}
 WORKFLOWS = {
-    "SFT": Workflow("supervised fine-tuning", "loss/policy"),
-    "DPO": Workflow("DPO on given pairs", "loss/policy"),
-    "REWARD_MODEL": Workflow("a Bradley-Terry reward model", "loss/reward", "judge"),
+    "sft": Workflow("supervised fine-tuning", "loss/policy"),
+    "dpo": Workflow("DPO", "loss/policy"),
+    "reward_model": Workflow("a reward model", "loss/reward", "reward_model"),
     "ANCHORED": Workflow(
         "GRPO with an anchor", "anchor/loss", changes=GENERATES | {"algorithm__anchor": 0.1}
     ),
     "TWO_CRITICS": Workflow("PPO", "judge/loss", changes=GENERATES),
 }
-LIKE_OTHERS = ("DPO", "ANCHORED", "TWO_CRITICS")
+LIKE_OTHERS = ("ANCHORED", "TWO_CRITICS")
+
+
+def named(algorithm: str) -> str:
+    """The name of an algorithm, of the package or of a file of toys."""
+    if algorithm in WORKFLOWS and algorithm.islower():
+        return algorithm
+    return f"{FILES.get(algorithm, toy_workflows.__file__)}:{algorithm}"
 
 
 @pytest.fixture
@@ -57,7 +64,12 @@ def words(tmp_path):
     tiny_run.make_files(tmp_path)
     model = tiny_run.make_model(tmp_path / "tiny")
     rows = [
-        {"prompt": f"Say {word}", "response": 5 * word, "chosen": word + "!", "rejected": "no, no"}
+        {
+            "prompt": f"Say {word}",
+            "completion": 5 * word,
+            "chosen": word + "!",
+            "rejected": "no, no",
+        }
         for word in "abcdefgh"
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -65,7 +77,7 @@ def words(tmp_path):
     def words(algorithm: str, **changes) -> list[str]:
         common = {
             "steps": 4,
-            "algorithm__name": f"{FILES.get(algorithm, toy_workflows.__file__)}:{algorithm}",
+            "algorithm__name": named(algorithm),
             "data__train": tmp_path / "rows.jsonl",
             "data__rows_per_step": 4,
             "data__max_response_tokens": 12,
@@ -83,7 +95,11 @@ def words(tmp_path):
 
 @pytest.mark.parametrize(
     ("algorithm", "trained", "frozen"),
-    [("SFT", "policy", set()), ("DPO", "policy", {"reference"}), ("REWARD_MODEL", "judge", set())],
+    [
+        ("sft", "policy", set()),
+        ("dpo", "policy", {"reference"}),
+        ("reward_model", "reward_model", set()),
+    ],
 )
 def test_only_the_models_of_a_workflow_are_planned(words, one_device, algorithm, trained, frozen):
     config = command_line.read(words(algorithm))
@@ -122,7 +138,7 @@ def test_it_learns_is_killed_and_goes_on_bit_for_bit(words, tmp_path, name):
     if not workflow.changes:
         assert whole[-1][workflow.loss] < whole[0][workflow.loss] - 0.05
         assert not any(key.startswith("generation/") for line in whole for key in line)
-    if name == "DPO":  # policy and reference begin as one
+    if name == "dpo":  # policy and reference begin as one
         assert whole[0][workflow.loss] == pytest.approx(np.log(2), abs=1e-4)
 
     killed = start("parts")
@@ -142,7 +158,7 @@ def test_it_learns_is_killed_and_goes_on_bit_for_bit(words, tmp_path, name):
     shown = {"loss/policy": ">Loss<"}.get(workflow.loss, workflow.loss)
     assert workflow.title in report and shown in report
     config = open_source(tmp_path / "whole" / workflow.left).config
-    assert config.scalar_head == (workflow.left == "judge")
+    assert config.scalar_head == (workflow.left == "reward_model")
 
 
 def test_the_state_behind_a_sequence_is_what_a_scalar_head_reads_at_its_end():
@@ -165,7 +181,10 @@ def test_the_state_behind_a_sequence_is_what_a_scalar_head_reads_at_its_end():
     ("changes", "sentence"),
     [
         ({"reward__functions": "('reward.py:vowels',)"}, "has no use for reward.functions: clear"),
-        ({"evaluation__every": 1}, "has no use for evaluation.every: clear"),
+        (
+            {"evaluation__every": 1, "data__eval": ""},
+            "evaluation.every is 1 but data.eval is empty; give held-out prompts",
+        ),
         ({"drafter__layers": 1}, "has no use for drafter.layers: clear"),
         ({"training__lag": 1}, "does not weigh samples of older weights"),
         ({"plan": "disaggregated"}, "this run generates nothing; choose 'colocated'"),
@@ -173,12 +192,12 @@ def test_the_state_behind_a_sequence_is_what_a_scalar_head_reads_at_its_end():
         ({"data__max_response_tokens": 2}, "longer than 2 tokens; raise data.max_response_tokens"),
         ({"data__max_response_tokens": 500}, "is 524, but the model's context is 128"),
         (
-            {"data__columns": "{'response': 'answer'}"},
-            "must have a text in its field 'response', and has None",
+            {"data__columns": "{'completion': 'answer'}"},
+            "must have a text in its field 'completion', and has None",
         ),
     ],
 )
 def test_what_given_samples_cannot_be_is_one_sentence(words, one_device, changes, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)) as raised:
-        trainer.do_run(command_line.read(words("SFT", **changes)))
+        trainer.do_run(command_line.read(words("sft", **changes)))
     assert "\n" not in str(raised.value)

@@ -108,6 +108,9 @@ ALGORITHMS: Table[Algorithm | str] = Table(
     {
         "grpo": "rlhf_jax.algorithms.grpo:GRPO",
         "ppo": "rlhf_jax.algorithms.ppo:PPO",
+        "sft": "rlhf_jax.algorithms.sft:SFT",
+        "reward_model": "rlhf_jax.algorithms.reward_model:REWARD_MODEL",
+        "dpo": "rlhf_jax.algorithms.dpo:DPO",
         "distill": "rlhf_jax.algorithms.distill:DISTILL",
     },
 )

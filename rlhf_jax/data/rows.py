@@ -69,7 +69,7 @@ def read(
             row = load()
             if isinstance(row, dict):
                 unused -= row.keys()
-                row = _renamed(row, columns, where)
+                row = with_prompt(_renamed(row, columns, where), prompt_key, where)
             rows.append(_check_row(row, prompt_key, where))
         except ValueError as error:
             if skip is None:
@@ -204,21 +204,7 @@ def _check_row(row: Any, prompt_key: str, where: str) -> dict[str, Any]:
         )
     prompt = row[prompt_key]
     if isinstance(prompt, list):
-        chat = []
-        for message in prompt:
-            if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-                raise ValueError(
-                    f'{where}: each chat message must be {{"role": ..., "content": text}}, '
-                    f"not {message!r:.60}."
-                )
-            if message.get("role") not in CHAT_ROLES:
-                raise ValueError(
-                    f"{where}: the role {message.get('role')!r:.40} is none of"
-                    f" {', '.join(CHAT_ROLES)}."
-                )
-            # Without the empty fields that Parquet gives to every struct.
-            chat.append({key: value for key, value in message.items() if value is not None})
-        prompt = chat
+        prompt = check_messages(prompt, where)
         if not prompt or prompt[-1]["role"] in ("system", "assistant"):
             raise ValueError(
                 f"{where}: the last message must come from the user, for the model to answer it."
@@ -230,6 +216,54 @@ def _check_row(row: Any, prompt_key: str, where: str) -> dict[str, Any]:
         )
     _check_texts(prompt, f"its {prompt_key!r}", where)
     return {**row, "prompt": prompt}
+
+
+def check_messages(messages: list[Any], where: str) -> list[dict[str, Any]]:
+    """Return chat messages; ValueError where one has no text, or a role that no template knows."""
+    chat = []
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            raise ValueError(
+                f'{where}: each chat message must be {{"role": ..., "content": text}}, '
+                f"not {message!r:.60}."
+            )
+        if message.get("role") not in CHAT_ROLES:
+            raise ValueError(
+                f"{where}: the role {message.get('role')!r:.40} is none of {', '.join(CHAT_ROLES)}."
+            )
+        # Without the empty fields that Parquet gives to every struct.
+        chat.append({key: value for key, value in message.items() if value is not None})
+    return chat
+
+
+def with_prompt(row: dict[str, Any], prompt_key: str, where: str) -> dict[str, Any]:
+    """Return a row whose chats hold their prompt, as TRL has them, with the prompt apart.
+
+    Of `messages` the prompt is what comes before the first answer, and the rest the `completion`;
+    of `chosen` and `rejected` it is what both begin with.
+    """
+    if prompt_key in row:
+        return row
+    if isinstance(chat := row.get("messages"), list):
+        messages = check_messages(chat, where)
+        answers = [at for at, one in enumerate(messages) if one["role"] == "assistant"]
+        if not answers or not answers[0]:
+            raise ValueError(
+                f"{where} has 'messages' without an answer of the assistant to a message before it;"
+                " leave the row out."
+            )
+        start = answers[0]
+        return {**row, prompt_key: messages[:start], "completion": messages[start:]}
+    given = [row.get(name) for name in ("chosen", "rejected")]
+    if all(isinstance(chat, list) for chat in given):
+        sides = [check_messages(chat, where) for chat in given if isinstance(chat, list)]
+        shared = 0
+        while shared < min(map(len, sides)) - 1 and sides[0][shared] == sides[1][shared]:
+            shared += 1
+        return {**row, prompt_key: sides[0][:shared]} | {
+            name: side[shared:] for name, side in zip(("chosen", "rejected"), sides, strict=True)
+        }
+    return row
 
 
 def _check_texts(prompt: str | list[dict[str, Any]], what: str, where: str) -> None:

@@ -65,8 +65,11 @@ class Tokenizer:
         for index, text in enumerate(texts):
             if has_surrogate(text):
                 raise RenderingError(f"{self.origin}: {NO_TEXT}", index)
-        # The template has already placed every special token.
-        return [self.backend.encode(text, add_special_tokens=False).ids for text in texts]
+        return [self.encode_rendered(text) for text in texts]
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Return the token ids of a text in which a template has placed every special token."""
+        return self.backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens left out."""

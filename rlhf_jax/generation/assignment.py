@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-import jax
 import numpy as np
 
 from rlhf_jax.generation import precompile
@@ -213,8 +212,8 @@ def _view(
     curve = np.array([state.survival_of[request.id] for request in requests])
     left = length_model.remaining(state.survival, curve, generated, limit)
     slots = len(batch.state.done) * batch.state.tokens.shape[1]
-    caches = jax.tree.leaves((batch.state.cache, batch.state.draft and batch.state.draft.cache))
-    token_bytes = sum(leaf.nbytes for leaf in caches) / slots
+    draft = batch.state.draft
+    token_bytes = (batch.state.cache.nbytes + (draft.cache.nbytes if draft else 0)) / slots
 
     # Tokens a second of one row, by how many are live. Without a selector only their ratios are
     # right: rounds seem long, and moves cost nothing beside them.

@@ -9,14 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import numpy as np
 
+from rlhf_jax.cache.state import DecodeState
 from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.generation import scheduler
 from rlhf_jax.generation.requests import GenerationConfig
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.round import ModelPair, run_round, speculative_round
 from rlhf_jax.mesh import ONE_DEVICE, Layout, place_rows
-from rlhf_jax.runtime.compilation import Programs, compile_only, shapes
-from rlhf_jax.types import DecodeState, Model, Strategy
+from rlhf_jax.runtime.compilation import Programs, compile_only, shapes, trace_only
+from rlhf_jax.types import Model, Strategy
 
 # Nodes that a device verifies in one call at most, where a strategy is chosen: their logits exist,
 # but for a kernel.
@@ -45,7 +46,8 @@ def first_programs(
     for batch in batches:
         own = shapes(batch.models)
         sizes = scheduler.row_sizes(len(batch.rows), decoding, batch.layout)
-        states = [shapes(batch.state, rows) for rows in sizes]
+        whole = shapes(batch.state)
+        states = [whole, *(_of_rows(whole, rows, batch.layout) for rows in sizes[1:])]
         rounds = [
             functools.partial(
                 speculative_round,
@@ -86,13 +88,16 @@ def _compile_admission(
     _compile_remembering(state, layout)
 
 
+def _of_rows(state: DecodeState, rows: int, layout: Layout) -> DecodeState:
+    """Return shapes like those of a state, but for its rows."""
+    taken = row_verbs.resize(state, np.zeros(rows, np.int32), layout, trace_only)
+    return jax.tree.map(lambda old, new: old.update(shape=new.shape), state, taken)
+
+
 def _compile_shrinking(state: DecodeState, rows: int, layout: Layout) -> None:
     """Compile what keeps so many rows of a state, and what they then remember."""
     kept = np.arange(rows, dtype=np.int32)
-    fewer = jax.tree.map(
-        lambda leaf: compile_only(row_verbs.take, leaf, kept, layout=layout), state
-    )
-    _compile_remembering(fewer, layout)
+    _compile_remembering(row_verbs.resize(state, kept, layout, compile_only), layout)
 
 
 def _compile_remembering(state: DecodeState, layout: Layout) -> None:
@@ -171,21 +176,21 @@ class BackgroundCompiler:
     ) -> None:
         """Have a round of so many rows compiled, for a state like `state` but for its rows."""
         key = _round_key(strategy, rows, decoding, layout=layout)
+        whole = shapes(state)  # `state` may be donated by the time that the thread begins
         compile_round = functools.partial(
             speculative_round,
             compile_only,
-            shapes(state, rows),
-            shapes(models),
-            strategy,
-            np.full((rows, siblings.shape[1]), -1, np.int32),
-            decoding,
+            models=shapes(models),
+            strategy=strategy,
+            siblings=np.full((rows, siblings.shape[1]), -1, np.int32),
+            decoding=decoding,
             layout=layout,
             looks_back=True,
         )
 
         def compile_on_thread() -> None:
             try:
-                compile_round()
+                compile_round(state=_of_rows(whole, rows, layout))
                 self._compiled.add(key)
             except Exception as error:
                 # A strategy that cannot be compiled is not used; the run goes on.

@@ -1,13 +1,12 @@
-"""Begin rows of a decoding state (`prefill`, `admit`), keep some (`take`), and end them (`retire`).
+"""Begin rows of a decoding state (`prefill`, `admit`), keep some (`resize`), end them (`retire`).
 
-Axis 0 of every leaf is the row.
+The row comes first in every leaf, but in those of caches, which move their rows themselves.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TypeVar
 
 import chex
 import jax
@@ -15,12 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from rlhf_jax.cache.cache import KVCache, Window, is_cache, take_rows
+from rlhf_jax.cache.contiguous import attend_prompt
+from rlhf_jax.cache.state import CACHE_KINDS, DecodeState, DraftState, rows_in
 from rlhf_jax.mesh import ONE_DEVICE, Layout, pin_rows
-from rlhf_jax.model.attention import causal_on, empty_cache, prompt
+from rlhf_jax.model.attention import causal_on
 from rlhf_jax.model.transformer import forward
-from rlhf_jax.types import Array, Cache, DecodeState, DraftState, Model, ModelConfig
-
-T = TypeVar("T")
+from rlhf_jax.runtime.compilation import Execute, run_now
+from rlhf_jax.types import Array, Model, ModelConfig
 
 
 @struct.dataclass
@@ -29,8 +30,8 @@ class Prefix:
 
     tokens: Array  # [B, P] int32
     length: Array  # [B] int32
-    cache: Cache
-    draft_cache: Cache | None
+    cache: KVCache  # as the kind's `prefill` gives it: row first
+    draft_cache: KVCache | None
 
 
 @struct.dataclass
@@ -77,7 +78,8 @@ def empty(
     Each device makes its own part. `history` and `earlier` are the tokens kept of earlier
     roll-outs, for lookup and for replay.
     """
-    draft_cache = None if draft is None else empty_cache(draft, rows, slots, layout.dtype)
+    kind = CACHE_KINDS[layout.cache]
+    draft_cache = None if draft is None else kind.empty(draft, rows, slots, layout)
     state = DecodeState(
         tokens=jnp.zeros((rows, slots), jnp.int32),
         length=jnp.ones((rows,), jnp.int32),
@@ -87,7 +89,7 @@ def empty(
         temperature=jnp.ones((rows,), jnp.float32),
         history=jnp.full((rows, history), -1, jnp.int32),
         earlier=jnp.full((rows, earlier), -1, jnp.int32),
-        cache=empty_cache(target, rows, slots, layout.dtype),
+        cache=kind.empty(target, rows, slots, layout),
         draft=None
         if draft_cache is None
         else DraftState(draft_cache, jnp.zeros((rows,), jnp.int32)),
@@ -95,24 +97,20 @@ def empty(
     return pin_rows(state, layout)
 
 
-@functools.partial(jax.jit, static_argnames=("layout",))
-def take(state: T, rows: Array, layout: Layout = ONE_DEVICE) -> T:
-    """Take the given rows [R] int32 of a row-first tree, in that order."""
-    return pin_rows(jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0), state), layout)
-
-
-def resize(state: DecodeState, rows: Array, layout: Layout = ONE_DEVICE) -> DecodeState:
+def resize(
+    state: DecodeState, rows: Array, layout: Layout = ONE_DEVICE, execute: Execute = run_now
+) -> DecodeState:
     """Take the given rows [R] int32 leaf by leaf, and use `state` up.
 
-    Each leaf is given up as soon as it is copied: so the peak of memory is one leaf more.
+    Each leaf is given up as soon as it is copied: so the peak of memory is one leaf more. `state`
+    may be shapes, where `execute` runs nothing.
     """
 
-    def move(leaf: jax.Array) -> jax.Array:
-        taken = take(leaf, rows, layout=layout)
-        leaf.delete()
-        return taken
+    def move(part):
+        take = part.take if is_cache(part) else functools.partial(take_rows, part)
+        return take(rows, layout, execute)
 
-    return jax.tree.map(move, state)
+    return jax.tree.map(move, state, is_leaf=is_cache)
 
 
 def retire(state: DecodeState, rows: Array, layout: Layout = ONE_DEVICE) -> DecodeState:
@@ -133,9 +131,10 @@ def prefill(
     chex.assert_rank([tokens, length], [2, 1])
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
 
-    def cache(model: Model) -> Cache:
-        attend = functools.partial(prompt, attend=causal_on(layout))
-        return forward(model, tokens, positions, attend)[1]
+    def cache(model: Model) -> KVCache:
+        attend = functools.partial(attend_prompt, attend=causal_on(layout))
+        _, kept = forward(model, tokens, positions, attend)
+        return CACHE_KINDS[layout.cache].prefill(Window(kept))
 
     return pin_rows(
         Prefix(tokens, length, cache(target), None if drafter is None else cache(drafter)), layout
@@ -148,30 +147,18 @@ def admit(
 ) -> DecodeState:
     """Begin new samples in the admission's rows. `state` is donated."""
     begun = jax.tree.map(lambda leaf: jnp.take(leaf, admission.source, axis=0), prefix)
-    row = admission.row
-
-    def write(old: jax.Array, new: Array) -> jax.Array:
-        place = (row, *(slice(0, size) for size in new.shape[1:]))
-        return old.at[place].set(new, mode="drop")
-
-    def draft(old: DraftState) -> DraftState:
-        return DraftState(
-            jax.tree.map(write, old.cache, begun.draft_cache), write(old.length, begun.length - 1)
-        )
-
+    own = ("limit", "key", "temperature", "history", "earlier")
+    given = {name: getattr(admission, name) for name in own}
+    draft = None if state.draft is None else DraftState(begun.draft_cache, begun.length - 1)
     new = DecodeState(
-        tokens=write(state.tokens, begun.tokens),
-        length=write(state.length, begun.length),
-        limit=write(state.limit, admission.limit),
-        done=write(state.done, jnp.zeros_like(row, dtype=bool)),
-        key=write(state.key, admission.key),
-        temperature=write(state.temperature, admission.temperature),
-        history=write(state.history, admission.history),
-        earlier=write(state.earlier, admission.earlier),
-        cache=jax.tree.map(write, state.cache, begun.cache),
-        draft=None if state.draft is None else draft(state.draft),
+        tokens=begun.tokens,
+        length=begun.length,
+        done=jnp.zeros_like(admission.row, dtype=bool),
+        cache=begun.cache,
+        draft=draft,
+        **given,
     )
-    return pin_rows(new, layout)
+    return pin_rows(rows_in(state, admission.row, new), layout)
 
 
 def remember(

@@ -14,6 +14,7 @@ import numpy as np
 
 from pallas_kernels.shapes import LANES
 from rlhf_jax import mesh as meshes
+from rlhf_jax.cache.state import DecodeState
 from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.generation.known_texts import keep_latest, known_texts
 from rlhf_jax.generation.requests import GenerationConfig, Sample, is_ready
@@ -23,7 +24,7 @@ from rlhf_jax.generation.speculative.drafters import model as model_drafter
 from rlhf_jax.generation.speculative.results import Results
 from rlhf_jax.generation.speculative.round import ModelPair
 from rlhf_jax.mesh import Layout, place_rows
-from rlhf_jax.types import Array, DecodeState, Strategy
+from rlhf_jax.types import Array, Strategy
 
 # Prompts that one call prefills, ahead of need; the last call may have 4, 2 or 1.
 PREFILLED = 8

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from rlhf_jax import mesh as meshes
+from rlhf_jax.cache.state import DecodeState
 from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
 from rlhf_jax.generation import drafting
@@ -34,7 +35,7 @@ from rlhf_jax.memory.updates import pipelined_parts, student_parts, update_parts
 from rlhf_jax.mesh import AXES, FLOAT32, Layout
 from rlhf_jax.placement.plan import CallLayouts, Plan
 from rlhf_jax.runtime.host_memory import host_memory
-from rlhf_jax.types import DecodeState, ModelConfig, ModelConfigs
+from rlhf_jax.types import ModelConfig, ModelConfigs
 
 ROOM = 0.85  # of a device's memory that a plan may fill, as its parts are estimates
 HOST_SHARE = 0.5  # of a host's memory that is for the devices of a CPU
@@ -218,7 +219,9 @@ def decode_state(run: PlannedRun) -> DecodeState:
 def empty_rows(run: PlannedRun, *size: int) -> DecodeState:
     """Return the shapes of rows; size: rows, and of each slots, history, and earlier text."""
     empty = functools.partial(generation_rows.empty, *run.models[:2])
-    return jax.eval_shape(lambda: empty(*size, Layout(dtype=run.layout.dtype)))
+    return jax.eval_shape(
+        lambda: empty(*size, Layout(dtype=run.layout.dtype, cache=run.layout.cache))
+    )
 
 
 def _generation_work(run: PlannedRun, state: DecodeState, width: int, slices: int) -> Part:
@@ -260,7 +263,7 @@ def round_bytes(run: PlannedRun, state: DecodeState, nodes: int) -> int:
 
     kv_heads = run.tensor_share(policy.num_kv_heads)
     window = 2 * policy.num_layers * grid * kv_heads * policy.head_dim * itemsize
-    scores = 4 * grid * run.tensor_share(policy.num_heads) * state.cache[0][0].shape[-1]
+    scores = 4 * grid * run.tensor_share(policy.num_heads) * state.tokens.shape[1]
     streamed = streams_head(run.layout, Truncation(generation.top_k), generation.acceptance)
     logits = 0 if streamed else 4 * rows * nodes * run.outputs(policy)
     copies = run.temporaries.logits

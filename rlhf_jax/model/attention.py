@@ -1,4 +1,4 @@
-"""Attend in two ways: causally over whole rows, and from new tokens over a cache."""
+"""Attend causally over whole rows."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ from jax import Array
 from jax.sharding import AbstractMesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from pallas_kernels.arrays import LayerCache
-from pallas_kernels.tree_attention import tree_attention
 from rlhf_jax.mesh import ONE_DEVICE, ROW_AXES, Layout
 from rlhf_jax.model.packed_attention import attend_packed
 from rlhf_jax.runtime.jax_internals import cudnn_version
-from rlhf_jax.types import Cache, ModelConfig
 
 # Plain attention takes so many queries at a time, and so many make a block of splash attention.
 QUERY_BLOCK = 512
@@ -156,62 +153,3 @@ KERNELS: dict[str, Callable[[Array, Array, Array], Array]] = {
         jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"
     ),
 }
-
-
-def prompt(
-    query: Array, key: Array, value: Array, memory: None = None, *, attend: Callable
-) -> tuple[Array, LayerCache]:
-    """Attend causally by `attend`, and return keys and values as the cache lays them out.
-
-    This is for prefill.
-    """
-    out, _ = attend(query, key, value, memory)
-    return out, window_layout(key, value)
-
-
-def window_layout(key: Array, value: Array) -> LayerCache:
-    """Turn keys and values [B, W, G, D] into (k [B, G, D, W], v [B, G, W, D]).
-
-    Both products of attention then read rows.
-    """
-    return key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3)
-
-
-def empty_cache(config: ModelConfig, rows: int, slots: int, dtype: DTypeLike) -> Cache:
-    """Return a cache of zeros: per layer k [B, G, D, T] and v [B, G, T, D].
-
-    It is for committed slots; uncommitted tokens live in a window (see `cached`).
-    """
-    groups = config.num_kv_heads
-    dim = config.head_dim
-    return tuple(
-        (jnp.zeros((rows, groups, dim, slots), dtype), jnp.zeros((rows, groups, slots, dim), dtype))
-        for _ in range(config.num_layers)
-    )
-
-
-def cached(
-    query: Array,
-    key: Array,
-    value: Array,
-    memory: tuple[LayerCache, LayerCache | None],
-    *,
-    length: Array,
-    mask: Array,
-    attend: Callable = tree_attention,
-) -> tuple[Array, LayerCache]:
-    """Attend from Q new tokens to a row's cache and to the window of uncommitted tokens.
-
-    query [B, Q, H, D], key and value [B, Q, G, D] are the last Q of the window's W tokens; `memory`
-    is the layer's cache (T slots, of which the first `length[B]` count) and the window before them
-    (`None` when it is empty); mask [B, Q, W] says which tokens of the window a query sees. `attend`
-    is `tree_attention`. Returns out [B, Q, H, D] and the grown window. The cache is only read: what
-    is accepted is committed later.
-    """
-    chex.assert_rank([query, key, value, length, mask], [4, 4, 4, 1, 3])
-    cache, window = memory
-    keys, values = window_layout(key, value)
-    if window is not None:
-        keys = jnp.concatenate([window[0], keys], axis=3)
-        values = jnp.concatenate([window[1], values], axis=2)
-    return attend(query, *cache, keys, values, length, mask), (keys, values)

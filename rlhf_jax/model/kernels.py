@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec
 
 from pallas_kernels import BLOCK, Shape, implementation
 from pallas_kernels.verify_head import Parts, combine
-from rlhf_jax.mesh import ROW_AXES, Layout, row_spec
+from rlhf_jax.mesh import ROW_AXES, Layout, on_each
 from rlhf_jax.model.transformer import head_of
 from rlhf_jax.model.weight import OutputFirst
-from rlhf_jax.types import Cache, Model, ModelConfig
+from rlhf_jax.types import Model, ModelConfig
 
 
 def shape_of(config: ModelConfig) -> Shape:
@@ -32,24 +32,6 @@ def shape_of(config: ModelConfig) -> Shape:
         layers=config.num_layers,
         tied=config.tied,
     )
-
-
-def tree_attention(layout: Layout) -> Callable[..., Array]:
-    """Return `pallas_kernels.tree_attention.tree_attention` by the chosen implementation."""
-    attend = implementation("tree_attention", layout.kernels)
-    if layout.kernels.tree_attention == "reference" or layout.mesh is None:
-        return attend
-
-    def attend_parts(query: Array, cache_k: Array, *others: Array) -> Array:
-        """Attend in each device's own rows and heads."""
-        cache = layout.fit(row_spec(cache_k.ndim), cache_k.shape)
-        rows, heads = cache[:2]
-        new = PartitionSpec(rows, None, heads)
-        of_rows = PartitionSpec(rows)
-        specs = (new, cache, cache, cache, cache, of_rows, of_rows)
-        return _on_each(attend, layout, specs, new)(query, cache_k, *others)
-
-    return attend_parts
 
 
 def verify_head(layout: Layout) -> Callable[..., Parts]:
@@ -84,7 +66,7 @@ def verify_head(layout: Layout) -> Callable[..., Parts]:
             rows = PartitionSpec(ROW_AXES)
             words = PartitionSpec("tensor") if tied else PartitionSpec(None, "tensor")
             specs = (rows, words, PartitionSpec(ROW_AXES, "tensor"), rows)
-            found = _on_each(local, layout, specs, rows)(flat[0], head, *flat[1:])
+            found = on_each(local, layout, specs, rows)(flat[0], head, *flat[1:])
         return jax.tree.map(lambda leaf: leaf.reshape(*hidden.shape[:2], *leaf.shape[1:]), found)
 
     return parts
@@ -114,30 +96,6 @@ def token_logprobs(layout: Layout) -> Callable[..., tuple[Array, Array]] | None:
             first = jax.lax.axis_index("tensor") * head.shape[0 if tied else 1] if axis else 0
             return run(hidden, head, targets - first, temperature=temperature, tied=tied, axis=axis)
 
-        return _on_each(local, layout, (rows, words, rows), rows)(hidden, head, targets)
+        return on_each(local, layout, (rows, words, rows), rows)(hidden, head, targets)
 
     return of_rows
-
-
-def commit(layout: Layout) -> Callable[[Cache, Cache, Array, Array], Cache]:
-    """Return `pallas_kernels.commit.commit` by the chosen implementation."""
-    write = implementation("commit", layout.kernels)
-    if layout.kernels.commit == "reference" or layout.mesh is None:
-        return write
-
-    def write_parts(cache: Cache, window: Cache, path: Array, start: Array) -> Cache:
-        """Commit on each device its own rows and heads."""
-        leaf = cache[0][0]
-        spec = layout.fit(row_spec(leaf.ndim), leaf.shape)
-        specs = (spec, spec, PartitionSpec(spec[0]), PartitionSpec(spec[0]))
-        return _on_each(write, layout, specs, spec)(cache, window, path, start)
-
-    return write_parts
-
-
-def _on_each(run: Callable, layout: Layout, in_specs: tuple, out_specs: PartitionSpec) -> Callable:
-    """Return `run` on each device's own part of its arguments."""
-    # Unchecked: a kernel says nothing of the axes that its results vary over.
-    return jax.shard_map(
-        run, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-    )

@@ -202,7 +202,8 @@ def compare(
     """
     numbers = _numbers_table("measure", "before", "after", "change")
     for name, before, after in measures:
-        style = "green" if after > before else "red" if after < before else ""
+        better = before - after if "loss" in name else after - before
+        style = "green" if better > 0 else "red" if better < 0 else ""
         change = Text(f"{after - before:+.3f}", style)
         numbers.add_row(Text(name), f"{before:.3f}", f"{after:.3f}", change)
     texts = Table("prompt", "before", "after", box=box.SIMPLE_HEAD, show_lines=True, expand=True)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.shapes import BLOCK
+from rlhf_jax.cache.state import DecodeState
 from rlhf_jax.generation import drafting
 from rlhf_jax.generation import rows as generation_rows
 from rlhf_jax.generation.scheduler import PREFILLED, prompt_width, shared
@@ -30,7 +31,7 @@ from rlhf_jax.planner.placed_calls import CallProgram, Foreseen, PlacedCalls
 from rlhf_jax.planner.search.collectives import received_bytes
 from rlhf_jax.planner.search.costs import forward_flops
 from rlhf_jax.runtime.compilation import Execute
-from rlhf_jax.types import DecodeState, ModelConfig, Strategy
+from rlhf_jax.types import ModelConfig, Strategy
 
 # Layers of which a program is compiled. What is at work changes from the first to the second, as a
 # layer's weights come while the one before is at work, and hardly from then on.

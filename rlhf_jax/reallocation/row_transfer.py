@@ -20,8 +20,18 @@ import numpy as np
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlhf_jax.mesh import AXES, AXIS_TYPES, ONE_DEVICE, ROW_AXES, Layout, pin_rows, row_shardings
-from rlhf_jax.types import Array, Cache, DecodeState
+from rlhf_jax.cache.state import DecodeState, rows_in, rows_out
+from rlhf_jax.mesh import (
+    AXES,
+    AXIS_TYPES,
+    ONE_DEVICE,
+    ROW_AXES,
+    Layout,
+    on_each,
+    pin_rows,
+    row_shardings,
+)
+from rlhf_jax.types import Array
 
 # Bytes of a row in a piece, but for larger leaves: much fresh memory at once is slow on a CPU.
 # Chosen by benchmarks/moves.py.
@@ -30,10 +40,6 @@ PIECE_BYTES = 1 << 22
 _FEWEST_SLOTS = 64
 # How a piece lies on a slice: repeated over the devices that rows lie on.
 _PIECE_SPEC = PartitionSpec("slices", "tensor")
-
-# Unchecked: what is not split, in a state or a packet, all devices that have it find to be the
-# same.
-_on_each = functools.partial(jax.shard_map, check_vma=False)
 
 
 @struct.dataclass
@@ -68,27 +74,18 @@ def pack_rows(
     no more.
     """
 
-    def pick(leaf: Array, own: Array) -> jax.Array:
-        """Return rows [R, ...] of a leaf, zeros for those past its end."""
-        found = jnp.concatenate([jax.lax.dynamic_slice_in_dim(leaf, row, 1) for row in own])
-        here = jnp.expand_dims(own < len(leaf), range(1, leaf.ndim))
-        return jnp.where(here, found, jnp.zeros((), leaf.dtype))
-
     def give(held: DecodeState) -> tuple[jax.Array, ...]:
         own = _own(rows, held, state)
-        leaves = jax.tree.leaves(_cut(held, slots))
+        leaves = jax.tree.leaves(rows_out(held, own, slots))
         pieces = []
         for shared in _shares(leaves):
-            picked = [pick(leaves[one], own) for one in shared]
-            flat = [_recast(leaf, _sent_dtype(leaf)).ravel() for leaf in picked]
+            flat = [_recast(leaves[one], _sent_dtype(leaves[one])).ravel() for one in shared]
             pieces.append(jnp.concatenate(flat)[None])
         return tuple(pieces) if own is rows else jax.lax.psum(tuple(pieces), ROW_AXES)
 
     if layout.mesh is None:
         return RowPacket(give(state), slots)
-    give_all = _on_each(
-        give, mesh=layout.mesh, in_specs=(_specs(state, layout),), out_specs=_PIECE_SPEC
-    )
+    give_all = on_each(give, layout, (_specs(state, layout),), _PIECE_SPEC)
     return RowPacket(give_all(state), slots)
 
 
@@ -108,14 +105,13 @@ def _begins(state: DecodeState, slots: int, layout: Layout) -> list[list[jax.Arr
     """
 
     def find(held: DecodeState) -> list[list[jax.Array]]:
-        leaves = jax.tree.leaves(_cut(held, slots))
+        leaves = jax.tree.leaves(_shapes_out(held, 1, slots))
         sizes = [[math.prod(leaves[one].shape[1:]) for one in shared] for shared in _shares(leaves)]
         return [list(map(jnp.int32, np.cumsum([0, *each[:-1]]))) for each in sizes]
 
     if layout.mesh is None:
         return find(state)
-    specs = _specs(state, layout)
-    return _on_each(find, mesh=layout.mesh, in_specs=(specs,), out_specs=PartitionSpec())(state)
+    return on_each(find, layout, (_specs(state, layout),), PartitionSpec())(state)
 
 
 @functools.partial(jax.jit, static_argnames=("layout",), donate_argnames=("state",))
@@ -126,22 +122,18 @@ def _put(
 
     def put(held: DecodeState, pieces: tuple[Array, ...], begins: list[list[Array]]) -> DecodeState:
         own = _own(rows, held, state)
-        cut = jax.tree.leaves(_cut(held, packet.slots))
-        leaves, kind = jax.tree.flatten(held)
-        for piece, places, shared in zip(pieces, begins, _shares(cut), strict=True):
+        leaves, kind = jax.tree.flatten(_shapes_out(held, len(rows), packet.slots))
+        for piece, places, shared in zip(pieces, begins, _shares(leaves), strict=True):
             for one, begin in zip(shared, places, strict=True):
-                shape = (len(rows), *cut[one].shape[1:])
-                new = jax.lax.dynamic_slice(piece[0], (len(rows) * begin,), (math.prod(shape),))
-                new = _recast(new.reshape(shape), leaves[one].dtype)
-                place = (own, *(slice(0, size) for size in shape[1:]))
-                leaves[one] = leaves[one].at[place].set(new, mode="drop")
-        return jax.tree.unflatten(kind, leaves)
+                leaf = leaves[one]
+                new = jax.lax.dynamic_slice(piece[0], (len(rows) * begin,), (leaf.size,))
+                leaves[one] = _recast(new.reshape(leaf.shape), leaf.dtype)
+        return rows_in(held, own, jax.tree.unflatten(kind, leaves))
 
     if layout.mesh is None:
         return put(state, packet.pieces, begins)
     specs = _specs(state, layout)
-    in_specs = (specs, _PIECE_SPEC, PartitionSpec())
-    place = _on_each(put, mesh=layout.mesh, in_specs=in_specs, out_specs=specs)
+    place = on_each(put, layout, (specs, _PIECE_SPEC, PartitionSpec()), specs)
     return pin_rows(place(state, packet.pieces, begins), layout)
 
 
@@ -162,16 +154,9 @@ def _own(rows: Array, held: DecodeState, state: DecodeState) -> Array:
     return jnp.where((place >= 0) & (place < count), place, count)
 
 
-def _cut(state: DecodeState, slots: int) -> DecodeState:
-    """Return a state with caches and tokens of fewer slots."""
-
-    def cut(cache: Cache) -> Cache:
-        return tuple((key[..., :slots], value[:, :, :slots]) for key, value in cache)
-
-    draft = state.draft and dataclasses.replace(state.draft, cache=cut(state.draft.cache))
-    return dataclasses.replace(
-        state, tokens=state.tokens[:, :slots], cache=cut(state.cache), draft=draft
-    )
+def _shapes_out(held: DecodeState, count: int, slots: int) -> DecodeState:
+    """Return the shapes of so many rows of what a device holds of a state, cut to `slots`."""
+    return jax.eval_shape(lambda held: rows_out(held, np.zeros(count, np.int32), slots), held)
 
 
 def _shares(leaves: Sequence[Array]) -> list[list[int]]:

@@ -128,17 +128,13 @@ def zeros(tree: Any) -> Any:
     return jax.tree.map(lambda shape: np.zeros(shape.shape, shape.dtype), tree)
 
 
-def shapes(tree: Any, rows: int | None = None) -> Any:
-    """Return a tree with shapes in place of arrays, that say where what is held to a place lies.
-
-    rows: the length of axis 0 of every leaf, where it is to be another.
-    """
+def shapes(tree: Any) -> Any:
+    """Return a tree with shapes in place of arrays, that say where what is held to a place lies."""
 
     def shape(leaf):
         if not isinstance(leaf, jax.Array):
             return leaf
-        size = leaf.shape if rows is None else (rows, *leaf.shape[1:])
         held = leaf.sharding if leaf.committed else None
-        return jax.ShapeDtypeStruct(size, leaf.dtype, sharding=held)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=held)
 
     return jax.tree.map(shape, tree)

@@ -21,7 +21,8 @@ from rlhf_jax.config.checks import require_texts
 from rlhf_jax.config.earlier import settled
 from rlhf_jax.config.identity import binding_settings
 from rlhf_jax.config.schema import Config, flat
-from rlhf_jax.data.prompts import Prompts, read_given, tokenize
+from rlhf_jax.data.given import Given, read_given
+from rlhf_jax.data.prompts import Prompts, tokenize
 from rlhf_jax.data.rows import read
 from rlhf_jax.generation import drafting
 from rlhf_jax.generation.speculative.protocol import register as register_drafter
@@ -56,7 +57,9 @@ class Opened:
     rewards: tuple[Source, ...]
     prompts: Prompts
     # of each prompt the samples that are given with it; none where the policy writes them
-    given: list[list[np.ndarray]]
+    given: list[list[Given]]
+    # of each held-out prompt likewise
+    held_out_given: list[list[Given]]
     held_out: Prompts | None
     # which devices each call has, and the layouts that follow
     plan: Plan
@@ -115,13 +118,11 @@ def prepare(config: Config) -> Opened:
     drafts = drafting.has_drafter(config)
     drafter = open_source(config.drafter.path) if drafts and config.drafter.path else None
     rewards = tuple(_open_dated(path, config) for path in config.reward.models)
-    prompts, given = read_given(
-        _read_prompts(config, policy, "train"),
-        algorithm_of(config).given,
-        policy.tokenizer,
-        policy.stop_tokens,
-        config.data.max_response_tokens,
-    )
+    prompts, given = _read_samples(config, policy, "train")
+    held_out = None
+    held_out_given = []
+    if config.evaluation.every:
+        held_out, held_out_given = _read_samples(config, policy, "eval")
 
     opened = Opened(
         config=config,
@@ -131,7 +132,8 @@ def prepare(config: Config) -> Opened:
         rewards=rewards,
         prompts=prompts,
         given=given,
-        held_out=_read_prompts(config, policy, "eval") if config.evaluation.every else None,
+        held_out=held_out,
+        held_out_given=held_out_given,
         plan=Plan(0, {}),
         layouts={},
         kernel_reasons={},
@@ -173,6 +175,19 @@ def _open_dated(path: str, config: Config) -> Source:
         return source
     day = datetime.date.fromisoformat(config.data.date)
     return dataclasses.replace(source, tokenizer=dataclasses.replace(source.tokenizer, day=day))
+
+
+def _read_samples(config: Config, policy: Source, key: str) -> tuple[Prompts, list[list[Given]]]:
+    """Read the prompts of data.train or data.eval, and the samples that are given with them."""
+    return read_given(
+        _read_prompts(config, policy, key),
+        algorithm_of(config).given,
+        policy.tokenizer,
+        policy.stop_tokens,
+        config.data.max_response_tokens,
+        config.data.template_arguments.to_dict(),
+        name=f"data.{key}",
+    )
 
 
 def _read_prompts(config: Config, policy: Source, key: str) -> Prompts:

@@ -7,6 +7,8 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
+import numpy as np
+
 from rlhf_jax.config import derived
 from rlhf_jax.data.batches import PromptStream
 from rlhf_jax.data.prompts import Prompts
@@ -26,7 +28,7 @@ from rlhf_jax.setup.models import frozen_models, load_idle
 from rlhf_jax.setup.opened import Opened
 from rlhf_jax.sources.ahead import RolloutsAhead
 from rlhf_jax.sources.drawn import SampleSource
-from rlhf_jax.sources.given import GivenSamples
+from rlhf_jax.sources.given import GivenSamples, sequences_of
 from rlhf_jax.sources.rollouts import Rollouts
 
 # Added to the seed by exclusive or: keeps evaluation's noise apart from training's.
@@ -52,10 +54,14 @@ def make_run(
     stream = PromptStream(opened.prompts, settings.batches(opened))
     generation = None
     evaluation = None
+    held_out = None
     source: SampleSource
     if opened.given:
         length = derived.text_tokens(config)
         source = GivenSamples(stream, opened.given, length, opened.policy.tokenizer)
+        if opened.held_out is not None:
+            every = np.arange(len(opened.held_out))
+            held_out = sequences_of(opened.held_out, opened.held_out_given, every, length)
     else:
         generation = settings.generation_settings(opened, programs)
         rewards = _rewards(opened, stack, alive)
@@ -78,6 +84,7 @@ def make_run(
         next_kl_coefficient=settings.kl_controller(config),
         distillation=settings.distillation(opened, remat, frozen.get("student")),
         evaluation=evaluation,
+        held_out=held_out,
     )
 
 

@@ -299,7 +299,7 @@ def _check_unused(config: Config) -> None:
     if not derived.rewarded(config):
         keys += ["reward.functions", "reward.models", "generation.resample"]
     if not derived.generates(config):
-        keys += ["drafter.path", "drafter.layers", "evaluation.every", "generation.fuse_inference"]
+        keys += ["drafter.path", "drafter.layers", "generation.fuse_inference"]
     unused = [key for key in keys if operator.attrgetter(key)(config)]
     require(
         not unused,

@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager
 import numpy as np
 
 from rlhf_jax.data.batches import PromptStream
+from rlhf_jax.data.given import Given
+from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.sources.drawn import Drawn
@@ -21,7 +23,7 @@ class GivenSamples:
     """Give each step the samples of its rows; those of a row are a group."""
 
     stream: PromptStream
-    given: list[list[np.ndarray]]  # of each prompt its samples, [R] int32
+    given: list[list[Given]]  # of each prompt its samples
     max_length: int  # tokens of the longest prompt and sample
     tokenizer: Tokenizer
 
@@ -30,7 +32,7 @@ class GivenSamples:
         del observe
         began = time.perf_counter()
         rows, position = self.stream.batches.take(state.host.position)
-        batch = self._sequences(rows)
+        batch = sequences_of(self.stream.prompts, self.given, rows, self.max_length)
         metrics = {
             "response/length_mean": float(batch.mask.sum(axis=1).mean()),
             "data/epoch": position["position"] / position["count"],
@@ -41,37 +43,39 @@ class GivenSamples:
     def longest(self, host: HostState) -> Sequences:
         """Return the samples of the next rows, which are known."""
         rows, _ = self.stream.batches.take(host.position)
-        return self._sequences(rows)
-
-    def _sequences(self, rows: np.ndarray) -> Sequences:
-        """Return the samples of some rows behind their prompts; they are under the mask.
-
-        Of pairs, `preference` is 1 for the chosen one, which is first, and -1 for the other.
-        """
-        given = self.given
-        prompts = self.stream.prompts.tokens
-        each = len(given[0])
-        tokens = np.zeros((len(rows) * each, self.max_length), np.int32)
-        mask = np.zeros(tokens.shape, bool)
-        for place, (row, field) in enumerate((row, field) for row in rows for field in range(each)):
-            start = len(prompts[row])
-            end = start + len(given[row][field])
-            tokens[place, :start] = prompts[row]
-            tokens[place, start:end] = given[row][field]
-            mask[place, start:end] = True
-        batch = Sequences(tokens, mask, np.repeat(np.arange(len(rows), dtype=np.int32), each))
-        ids = np.repeat(rows, each) * each + np.tile(np.arange(each), len(rows))
-        batch = batch.with_columns(sample_ids=ids.astype(np.uint32))
-        if each == 1:
-            return batch
-        signs = np.tile(np.array([1, -1], np.float32), len(rows))
-        return batch.with_columns(preference=signs)
+        return sequences_of(self.stream.prompts, self.given, rows, self.max_length)
 
     def _table(self, rows: np.ndarray) -> list[dict[str, str]]:
         """Return one row a sample, for people to read."""
         texts = self.stream.prompts.texts
         return [
-            {"prompt": texts[row], "response": self.tokenizer.decode(tokens)}
+            {"prompt": texts[row], "response": self.tokenizer.decode(sample.tokens)}
             for row in rows
-            for tokens in self.given[row]
+            for sample in self.given[row]
         ]
+
+
+def sequences_of(
+    prompts: Prompts, given: list[list[Given]], rows: np.ndarray, max_length: int
+) -> Sequences:
+    """Return the samples of some rows behind their prompts, those of a row as a group.
+
+    Of pairs, `preference` is 1 for the chosen one, which is first, and -1 for the other.
+    """
+    each = len(given[0])
+    tokens = np.zeros((len(rows) * each, max_length), np.int32)
+    mask = np.zeros(tokens.shape, bool)
+    for place, (row, field) in enumerate((row, field) for row in rows for field in range(each)):
+        start = len(prompts.tokens[row])
+        sample = given[row][field]
+        end = start + len(sample.tokens)
+        tokens[place, :start] = prompts.tokens[row]
+        tokens[place, start:end] = sample.tokens
+        mask[place, start:end] = sample.learned
+    batch = Sequences(tokens, mask, np.repeat(np.arange(len(rows), dtype=np.int32), each))
+    ids = np.repeat(rows, each) * each + np.tile(np.arange(each), len(rows))
+    batch = batch.with_columns(sample_ids=ids.astype(np.uint32))
+    if each == 1:
+        return batch
+    signs = np.tile(np.array([1, -1], np.float32), len(rows))
+    return batch.with_columns(preference=signs)

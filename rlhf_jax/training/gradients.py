@@ -96,6 +96,15 @@ def accumulate(
     return add_gradient(total, weights, metrics, settings)
 
 
+@functools.partial(jax.jit, static_argnames=("loss", "settings"))
+def measure_loss(
+    model: Model, batch: PackedSequences, *, loss: Loss, settings: TrainingSettings
+) -> Metrics:
+    """Return the metrics of one micro-batch, of which no gradient is taken."""
+    model = cast(model, settings.layout.dtype)
+    return loss(model, read_packed(model, batch, settings.layout), batch, settings)[1]
+
+
 def add_gradient(
     total: Gradient | None, weights: Model, metrics: Metrics, settings: TrainingSettings
 ) -> Gradient:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rlhf_jax.mesh import ONE_DEVICE, Layout, for_all_to_read
+from rlhf_jax.mesh import ONE_DEVICE, Layout, for_all_to_read, place_rows
 from rlhf_jax.model.attention import packed_block
 from rlhf_jax.model.packed import padding_flops
 from rlhf_jax.model.shardings import model_shardings
@@ -25,7 +26,7 @@ from rlhf_jax.runtime.shards import place_parts
 from rlhf_jax.sequences.batch import PackedSequences, Sequences
 from rlhf_jax.sequences.minibatches import minibatches, with_shares
 from rlhf_jax.sequences.packing import pack, padding_share
-from rlhf_jax.training.gradients import Gradient, Learner, sum_gradients
+from rlhf_jax.training.gradients import Gradient, Learner, measure_loss, sum_gradients
 from rlhf_jax.training.kinds import is_maximum
 from rlhf_jax.training.optimizer import norms_and_finite, take_step
 from rlhf_jax.training.pipelined import measure_stages, sum_pipelined
@@ -170,6 +171,24 @@ def learn(
     metrics |= {"training/padding": in_tokens, "training/padding_flops": in_flops}
     metrics |= _learning_rates(models, learners)
     return models | {role: models[role].counted() for role in learners}, metrics
+
+
+def measure(models: Models, batch: Sequences, learners: Learners) -> dict[str, float]:
+    """Return the metrics of the losses over all of a batch, as of one minibatch; nothing learns."""
+    minibatch = _minibatch(models, batch.on_host(), learners)
+    found: dict[str, float] = {}
+    for learner, model, own in zip(*minibatch[:3], strict=True):
+        layout = learner.settings.layout.unpipelined
+        settings = dataclasses.replace(learner.settings, layout=layout)
+        for part in own:
+            placed = place_rows(part, layout)
+            metrics = to_host.fetch(
+                measure_loss(model, placed, loss=learner.loss, settings=settings)
+            )
+            for name, value in metrics.items():
+                join = max if is_maximum(name) else operator.add
+                found[name] = join(found[name], float(value)) if name in found else float(value)
+    return found
 
 
 def compile_update(models: Models, batch: Sequences, learners: Learners, step: int) -> None:

@@ -16,8 +16,9 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from rlhf_jax.cache.state import DecodeState
 from rlhf_jax.mesh import Layout, pin_rows
-from rlhf_jax.types import Array, DecodeState
+from rlhf_jax.types import Array
 
 
 class BudgetShare(NamedTuple):

@@ -18,10 +18,12 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
+from rlhf_jax.cache.cache import Window
+from rlhf_jax.cache.state import DecodeState
 from rlhf_jax.generation.speculative.sampling import Truncation
 from rlhf_jax.mesh import ONE_DEVICE, Layout
 from rlhf_jax.runtime.compilation import Execute
-from rlhf_jax.types import Array, Cache, DecodeState, Emission, Model, Strategy
+from rlhf_jax.types import Array, Emission, Model, Strategy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Proposal(NamedTuple):
 
     drafts: Array  # [B, N - 1] int32, -1 where it has none
     logits: Array | None = None  # [B, N, V] float32 at each node; None: each draft is a point mass
-    window: Cache = ()  # keys and values of the drafter's own nodes, for `after_commit`
+    window: Window | None = None  # keys and values of the drafter's own nodes, for `after_commit`
     confidence: Array | None = None  # [B] int8, the class of each row, where somebody reads it
 
 

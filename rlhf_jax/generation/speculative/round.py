@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlhf_jax.cache.cache import Window
+from rlhf_jax.cache.state import DecodeState
 from rlhf_jax.generation.requests import GenerationConfig
 from rlhf_jax.generation.speculative import rejection
 from rlhf_jax.generation.speculative import tree as trees
@@ -33,9 +34,8 @@ from rlhf_jax.generation.speculative.sampling import (
 from rlhf_jax.generation.strategy.expected_gain import UNMEASURED
 from rlhf_jax.mesh import ONE_DEVICE, Layout, pin_rows
 from rlhf_jax.model import kernels as laid
-from rlhf_jax.model.attention import cached
 from rlhf_jax.model.transformer import forward, logits
-from rlhf_jax.types import Array, Cache, DecodeState, Emission, Model, Strategy, Tree
+from rlhf_jax.types import Array, Emission, Model, Strategy, Tree
 
 ModelPair = tuple[Model, Model | None]  # The target, and the draft model if there is one.
 
@@ -167,7 +167,7 @@ def verify(
     rule: str,
     layout: Layout,
     packing: Packing | None = None,
-) -> tuple[Draw, Array | None, Cache]:
+) -> tuple[Draw, Array | None, Window]:
     """Call the target once, over nodes [B, N+1] of every row or those that are packed.
 
     Returns its own draw at every node, its logits [B, N+1, V] float32, None where the rule does not
@@ -178,10 +178,7 @@ def verify(
     """
     # A row that is done reads nothing.
     known = jnp.where(state.done, 0, state.length - 1)
-    attention = laid.tree_attention(layout)
-    attend = functools.partial(
-        cached, length=known, mask=cast(jax.Array, tree.ancestors), attend=attention
-    )
+    attend = state.cache.attend(known, tree.ancestors, layout)
     key = state.key[:, None]
     temperature = jnp.broadcast_to(state.temperature[:, None], nodes.shape)
     positions = (state.length - 1)[:, None] + jnp.maximum(tree.depth, 0)
@@ -189,8 +186,7 @@ def verify(
         key = jnp.broadcast_to(key, (*nodes.shape, 2))
         nodes, positions, key, temperature = map(packing.pack, (nodes, positions, key, temperature))
         attend = packing.attention(attend)
-    layers = tuple((layer, None) for layer in state.cache)
-    hidden, window = forward(target, nodes, positions, attend, layers)
+    hidden, kept = forward(target, nodes, positions, attend, state.cache.memory())
 
     if streams_head(layout, truncation, rule):
         # Noise of the whole vocabulary, padding included.
@@ -204,7 +200,7 @@ def verify(
     if packing is not None:
         drawn = jax.tree.map(packing.unpack, drawn)
         scores = jax.tree.map(packing.unpack, scores) if RULES[rule].reads_logits else None
-    return drawn, scores, window
+    return drawn, scores, Window(kept)
 
 
 def streams_head(layout: Layout, truncation: Truncation, rule: str) -> bool:
@@ -246,7 +242,7 @@ def emit(
 
 
 def commit(
-    state: DecodeState, window: Cache, path: jax.Array, emission: Emission, *, layout: Layout
+    state: DecodeState, window: Window, path: jax.Array, emission: Emission, *, layout: Layout
 ) -> DecodeState:
     """Return the state after the round: tokens appended, the path's cache entries in place."""
     slots = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None] - state.length[:, None]
@@ -260,5 +256,5 @@ def commit(
         tokens=jnp.where(fresh, taken, state.tokens),
         length=state.length + emission.count,
         done=emission.done,
-        cache=laid.commit(layout)(state.cache, window, path, start),
+        cache=state.cache.commit(window, path, start, layout),
     )

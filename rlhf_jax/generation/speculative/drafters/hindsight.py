@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from rlhf_jax.cache.state import DecodeState
 from rlhf_jax.generation.speculative.drafters.search import SearchDrafter, first_occurrences
 from rlhf_jax.generation.strategy.acceptance import DEPTHS, RANKS
 from rlhf_jax.mesh import ONE_DEVICE, Layout, pin_rows
-from rlhf_jax.types import Array, DecodeState
+from rlhf_jax.types import Array
 
 
 @struct.dataclass

@@ -11,6 +11,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from rlhf_jax.cache.state import DecodeState
 from rlhf_jax.generation.speculative.drafters.matching import (
     best_places,
     continuations,
@@ -18,7 +19,7 @@ from rlhf_jax.generation.speculative.drafters.matching import (
     match_length,
 )
 from rlhf_jax.generation.speculative.drafters.search import Found, SearchDrafter
-from rlhf_jax.types import Array, DecodeState
+from rlhf_jax.types import Array
 
 # Matched tokens from which a row is of confidence class 1, 2 and 3.
 CONFIDENT_MATCHES = (1, 2, 4)

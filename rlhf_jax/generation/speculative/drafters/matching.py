@@ -5,8 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from rlhf_jax.cache.state import DecodeState
 from rlhf_jax.generation.strategy.acceptance import RANKS
-from rlhf_jax.types import Array, DecodeState
+from rlhf_jax.types import Array
 
 LONGEST_MATCH = 8  # A match is counted up to this many tokens before the text's end.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import cast
 
 import chex
@@ -12,16 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.arrays import LayerCache
 from pallas_kernels.verify_head import tempered
+from rlhf_jax.cache.cache import Window
+from rlhf_jax.cache.state import DecodeState, DraftState
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.protocol import DraftContext, Drafter, Execute, Proposal
 from rlhf_jax.generation.speculative.sampling import Truncation, rank
 from rlhf_jax.mesh import ONE_DEVICE, Layout, pin_rows
-from rlhf_jax.model import kernels as laid
-from rlhf_jax.model.attention import cached
 from rlhf_jax.model.transformer import forward, logits
-from rlhf_jax.types import Array, Cache, DecodeState, DraftState, Emission, Model, Strategy
+from rlhf_jax.types import Array, Emission, Model, Strategy
 
 CATCH_UP_TOKENS = 8  # Tokens of each row that one step of `catch_up` feeds.
 # Probabilities of the drafter's best token that divide the confidence classes 1, 2 and 3.
@@ -83,12 +82,11 @@ def propose(
     """
     tokens = {0: _token_at(state, state.length - 1)}
     node_logits = {}
-    window = ()
+    window = None
     fed = 0
-    attention = laid.tree_attention(layout)
     for level in _fed_nodes(strategy):
         hidden, window = _feed(
-            drafter, state, strategy, level, tokens=tokens, window=window, fed=fed, attend=attention
+            drafter, state, strategy, level, tokens=tokens, window=window, fed=fed, layout=layout
         )
         scores = logits(drafter, hidden[:, -len(level) :])
         fed += hidden.shape[1]
@@ -157,10 +155,10 @@ def _feed(
     level: list[int],
     *,
     tokens: Mapping[int, Array],
-    window: Cache,
+    window: Window | None,
     fed: int,
-    attend: Callable[..., Array],
-) -> tuple[jax.Array, Cache]:
+    layout: Layout,
+) -> tuple[jax.Array, Window]:
     """Feed one level's nodes, after the token before the root where the window is still empty.
 
     tokens[node] is [B] int32; window holds the `fed` tokens before them. Returns hidden [B, Q, M]
@@ -168,7 +166,7 @@ def _feed(
     """
     queries = jnp.stack([tokens[node] for node in level], axis=1)
     positions = (state.length - 1)[:, None] + trees.depths(strategy)[level]
-    if not window:
+    if window is None:
         before = state.length - 2
         queries = jnp.concatenate([_token_at(state, before)[:, None], queries], axis=1)
         positions = jnp.concatenate([jnp.maximum(before, 0)[:, None], positions], axis=1)
@@ -186,15 +184,15 @@ def _feed(
     mask = jnp.broadcast_to(seen, (queries.shape[0], *seen.shape))
     # A text of one token has none before the root; but a query must see at least itself.
     first = mask[:, :, :1] & (state.length >= 2)[:, None, None]
-    first = first.at[:, 0].set(True) if not window else first
+    first = first.at[:, 0].set(True) if window is None else first
     mask = jnp.concatenate([first, mask[:, :, 1:]], axis=2)
 
     known = jnp.where(state.done, 0, state.length - 2)
-    attend_cached = functools.partial(cached, length=known, mask=mask, attend=attend)
     assert state.draft is not None
-    past: tuple[LayerCache | None, ...] = window or (None,) * len(state.draft.cache)
-    layers = tuple(zip(state.draft.cache, past, strict=True))
-    return forward(drafter, queries, positions, attend_cached, layers)
+    cache = state.draft.cache
+    attend = cache.attend(known, mask, layout)
+    hidden, kept = forward(drafter, queries, positions, attend, cache.memory(window))
+    return hidden, Window(kept)
 
 
 def _token_at(state: DecodeState, place: Array) -> jax.Array:
@@ -205,7 +203,7 @@ def _token_at(state: DecodeState, place: Array) -> jax.Array:
 @functools.partial(jax.jit, static_argnames=("strategy", "layout"), donate_argnames=("state",))
 def commit(
     state: DecodeState,
-    window: Cache,
+    window: Window,
     path: Array,
     count: Array,
     strategy: Strategy,
@@ -230,7 +228,7 @@ def commit(
     fed = (inner[path] & (steps < count[:, None])).sum(axis=1, dtype=jnp.int32)
     length = jnp.where(count > 0, before - 1 + fed, state.draft.length)
 
-    cache = laid.commit(layout)(state.draft.cache, window, entries, start)
+    cache = state.draft.cache.commit(window, entries, start, layout)
     return pin_rows(dataclasses.replace(state, draft=DraftState(cache, length)), layout)
 
 
@@ -241,8 +239,6 @@ def catch_up(drafter: Model, state: DecodeState, layout: Layout = ONE_DEVICE) ->
     It is needed after rounds that drafted otherwise; it feeds CATCH_UP_TOKENS tokens of every row a
     step. `state` is donated.
     """
-    attention = laid.tree_attention(layout)
-    write = laid.commit(layout)
     chunk = CATCH_UP_TOKENS
 
     def is_behind(state: DecodeState) -> jax.Array:
@@ -258,12 +254,11 @@ def catch_up(drafter: Model, state: DecodeState, layout: Layout = ONE_DEVICE) ->
         triangle = jnp.tril(jnp.ones((chunk, chunk), bool))
         mask = jnp.broadcast_to(triangle, (at.shape[0], chunk, chunk))
         known = jnp.where(state.done, 0, draft.length)
-        attend = functools.partial(cached, length=known, mask=mask, attend=attention)
-        layers = tuple((layer, None) for layer in draft.cache)
-        _, window = forward(drafter, tokens, at, attend, layers)
+        attend = draft.cache.attend(known, mask, layout)
+        _, kept = forward(drafter, tokens, at, attend, draft.cache.memory())
 
         order = jnp.broadcast_to(jnp.arange(chunk, dtype=jnp.int32), at.shape)
-        cache = write(draft.cache, window, order, draft.length)
+        cache = draft.cache.commit(Window(kept), order, draft.length, layout)
         fed = jnp.minimum(draft.length + chunk, state.length - 1)
         length = jnp.maximum(fed, draft.length)
         return dataclasses.replace(state, draft=DraftState(cache, length))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import chex
 import jax.numpy as jnp
 
+from rlhf_jax.cache.state import DecodeState
 from rlhf_jax.generation.speculative.drafters.matching import (
     LONGEST_MATCH,
     best_places,
@@ -18,7 +19,7 @@ from rlhf_jax.generation.speculative.drafters.matching import (
 )
 from rlhf_jax.generation.speculative.drafters.search import Found, SearchDrafter
 from rlhf_jax.generation.strategy.acceptance import RANKS
-from rlhf_jax.types import Array, DecodeState
+from rlhf_jax.types import Array
 
 FOLLOWS_EARLIER = 3  # The confidence class of a text that follows its earlier one.
 # A text follows its earlier one while the last so many tokens are equal, position by position.

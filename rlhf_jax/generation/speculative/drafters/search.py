@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlhf_jax.cache.state import DecodeState
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.protocol import DraftContext, Drafter, Execute, Proposal
 from rlhf_jax.mesh import ONE_DEVICE, Layout, pin_rows
-from rlhf_jax.types import Array, DecodeState, Strategy
+from rlhf_jax.types import Array, Strategy
 
 
 class Found(NamedTuple):

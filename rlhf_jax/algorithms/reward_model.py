@@ -1,0 +1,65 @@
+"""A reward model: a scalar head learns which of two answers people prefer."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from rlhf_jax.config.algorithms import Algorithm, option
+from rlhf_jax.config.checks import require_not_negative
+from rlhf_jax.config.schema import Config
+from rlhf_jax.losses.preference import bradley_terry
+from rlhf_jax.sequences.batch import Sequences
+from rlhf_jax.training.kinds import GroupLoss, GroupTerms, Share
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardModelOptions:
+    """Hold what is asked of a pair's rewards."""
+
+    margin: float = option(
+        0.0, "by which the chosen answer's reward is to be higher", require_not_negative
+    )
+    centering: float = option(
+        0.0, "weight of the squared sum of a pair's rewards, as 0.01", require_not_negative
+    )
+
+
+def preferred_reward(terms: GroupTerms) -> Share:
+    """Compute the loss of each pair [S, R] by the rewards at the ends of its texts, and metrics.
+
+    The centring is that of Eisenstein et al. 2023.
+    """
+    options = terms.settings.options
+    signs = terms.column("preference")
+    assert signs is not None, "Pairs say which answer is chosen."
+    rewards = terms.at_end(terms.scores)
+    chosen, rejected = (
+        terms.per_group(jnp.where(side, rewards, 0.0)) for side in (signs > 0, signs < 0)
+    )
+    losses = bradley_terry(chosen, rejected, options.margin)
+    losses += options.centering * (chosen + rejected) ** 2
+    means = {
+        "loss/reward": losses,
+        "preference/accuracy": (chosen > rejected).astype(losses.dtype),
+        "preference/margin": chosen - rejected,
+        "reward/chosen": chosen,
+        "reward/rejected": rejected,
+    }
+    return losses, {name: terms.mean(x) for name, x in means.items()}
+
+
+def whole_texts(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, float]]:
+    """Return texts with the place behind their ends, where a model has read all of them."""
+    del config
+    return batch.past_end(), {}
+
+
+REWARD_MODEL = Algorithm(
+    title="a reward model",
+    losses={"reward_model": GroupLoss(preferred_reward, reads=("preference",))},
+    prepare=whole_texts,
+    options=RewardModelOptions,
+    given=("chosen", "rejected"),
+)

@@ -1,0 +1,77 @@
+"""Hold the rows of samples that are decoded: their cache, and the rest of them, row first."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+from flax import struct
+
+from rlhf_jax.cache.cache import KVCache, is_cache, pick_rows, write_rows
+from rlhf_jax.cache.contiguous import ContiguousCache
+from rlhf_jax.runtime.extensions import Table
+from rlhf_jax.types import Array
+
+
+def _no_kind(found: object) -> str:
+    """Say why something is no kind of cache, or ''."""
+    return "" if isinstance(found, type) and issubclass(found, KVCache) else "is no KVCache"
+
+
+# Kinds of cache, by the name that a layout has.
+CACHE_KINDS: Table[type[KVCache]] = Table("Layout.cache", _no_kind, {"contiguous": ContiguousCache})
+
+
+@struct.dataclass
+class DraftState:
+    """Hold what a draft model keeps of each row."""
+
+    cache: KVCache
+    length: jax.Array  # [B] int32, how many cache slots are committed and valid.
+
+
+@struct.dataclass
+class DecodeState:
+    """Hold running samples, one a row; axis 0 of every leaf but those of caches is the row.
+
+    `length` counts known tokens. The cache holds the first `length - 1` of them: the last one is
+    the root of the next round.
+    """
+
+    tokens: jax.Array  # [B, T] int32
+    length: jax.Array  # [B] int32
+    limit: jax.Array  # [B] int32, the length at which the sample ends.
+    done: jax.Array  # [B] bool, whether the sample has ended; also true for empty rows.
+    key: jax.Array  # [B, 2] uint32, (seed, sample id): the key of the row's noise.
+    temperature: jax.Array  # [B] float32, that the row's tokens are drawn at; 0: the argmax.
+    history: jax.Array  # [B, E] int32, earlier roll-outs that lookup reads, -1 between and after.
+    # [B, T or 0] int32, the text that the same noise gave before, by position, -1 where there is
+    # none.
+    earlier: jax.Array
+    cache: KVCache
+    draft: DraftState | None
+
+
+def rows_out(state: DecodeState, rows: Array, slots: int) -> DecodeState:
+    """Return rows [R] int32 of a state, cut to `slots` token slots; row first, caches included.
+
+    A row past the end gives zeros.
+    """
+
+    def give(part):
+        return part.rows_out(rows, slots) if is_cache(part) else pick_rows(part, rows)
+
+    cut = dataclasses.replace(state, tokens=state.tokens[:, :slots])
+    return jax.tree.map(give, cut, is_leaf=is_cache)
+
+
+def rows_in(state: DecodeState, rows: Array, new: DecodeState) -> DecodeState:
+    """Write what `rows_out` gave, or rows that begin, to rows [R] int32 of a state.
+
+    A row past the end is dropped. new may have fewer slots.
+    """
+
+    def put(part, new):
+        return part.rows_in(rows, new) if is_cache(part) else write_rows(part, rows, new)
+
+    return jax.tree.map(put, state, new, is_leaf=is_cache)

@@ -1,0 +1,122 @@
+"""Samples that rows give: texts, and chats in TRL's columns, of which answers are learned."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+import tiny_run
+
+from rlhf_jax.data import prompts, rows
+from rlhf_jax.data.given import Given, read_given
+from rlhf_jax.data.tokenizer import Tokenizer
+from rlhf_jax.model.weights.source import open_source
+
+USER = {"role": "user", "content": "Say a"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+ANSWER = {"role": "assistant", "content": "a, of course"}
+MORE = {"role": "user", "content": "And b?"}
+LAST = {"role": "assistant", "content": "b"}
+
+
+CHATML = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    """Of bytes, with a chat template."""
+    source = open_source(tiny_run.make_model(tmp_path_factory.mktemp("tiny")))
+    return dataclasses.replace(source.tokenizer, template=CHATML)
+
+
+def given(
+    tokenizer: Tokenizer, tmp_path: Path, *fields: str, most: int = 200, **row
+) -> tuple[list[str], list[Given]]:
+    """The rendered prompt of one row and its samples."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    found = rows.read(tmp_path / "rows.jsonl")
+    asked = prompts.tokenize(found, tokenizer, "", 100)
+    kept, samples = read_given(asked, fields, tokenizer, (1,), most)
+    return [tokenizer.decode_whole(one) for one in kept.tokens], samples[0]
+
+
+def learned(tokenizer: Tokenizer, sample: Given) -> str:
+    """The text that is learned from."""
+    return tokenizer.decode_whole(sample.tokens[sample.learned])
+
+
+def test_a_chat_is_what_the_template_makes_of_it(tokenizer, tmp_path):
+    chat = [SYSTEM, USER, ANSWER, MORE, LAST]
+    (prompt,), (sample,) = given(tokenizer, tmp_path, "completion", messages=chat)
+    whole = tokenizer.render(chat, add_generation_prompt=False)
+    assert prompt + tokenizer.decode_whole(sample.tokens) == whole
+    assert MORE["content"] in whole and MORE["content"] not in learned(tokenizer, sample)
+    for answer in (ANSWER, LAST):
+        assert answer["content"] in learned(tokenizer, sample)
+
+
+def test_a_chat_of_one_answer_is_its_text(tokenizer, tmp_path):
+    as_text = given(tokenizer, tmp_path, "completion", prompt="Say a", completion="a, of course")
+    as_chat = given(tokenizer, tmp_path, "completion", prompt=[USER], completion=[ANSWER])
+    as_messages = given(tokenizer, tmp_path, "completion", messages=[USER, ANSWER])
+    for prompt, (sample,) in (as_chat, as_messages):
+        assert prompt == as_text[0]
+        assert sample.tokens.tolist() == as_text[1][0].tokens.tolist() and sample.learned.all()
+
+
+def test_pairs_hold_their_prompt(tokenizer, tmp_path):
+    """As `prompt` and two texts, or as two chats that begin alike."""
+    texts = {"chosen": "a, of course", "rejected": "b"}
+    apart = given(tokenizer, tmp_path, *texts, prompt="Say a", **texts)
+    chats = {"chosen": [USER, ANSWER], "rejected": [USER, LAST]}
+    inside = given(tokenizer, tmp_path, *texts, **chats)
+    assert apart[0] == inside[0]
+    for one, other in zip(apart[1], inside[1], strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("fields", "row", "sentence"),
+    [
+        (
+            ["completion"],
+            {"prompt": "a"},
+            "must have a text in its field 'completion', and has None",
+        ),
+        (["completion"], {"messages": [USER]}, "'messages' without an answer of the assistant"),
+        (
+            ["completion"],
+            {"messages": [USER, ANSWER, MORE]},
+            "a chat in 'completion' that does not end with the assistant",
+        ),
+        (
+            ["chosen", "rejected"],
+            {"prompt": "a", "chosen": "b", "rejected": "b"},
+            "the same text in 'chosen' and 'rejected', so none is preferred",
+        ),
+        (["chosen", "rejected"], {"chosen": "a", "rejected": "b"}, "has no 'prompt'; its keys are"),
+        (
+            ["completion"],
+            {"prompt": "a", "completion": 300 * "b"},
+            "longer than 200 tokens; raise data.max_response_tokens",
+        ),
+    ],
+)
+def test_what_a_row_cannot_be_is_one_sentence(tokenizer, tmp_path, fields, row, sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence)) as raised:
+        given(tokenizer, tmp_path, *fields, **row)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, tmp_path):
+    forgets = dataclasses.replace(
+        tokenizer, template="{{ messages[-1]['role'] }}: {{ messages[-1]['content'] }}"
+    )
+    with pytest.raises(ValueError, match="writes earlier ones otherwise once there are later ones"):
+        given(forgets, tmp_path, "completion", messages=[USER, ANSWER, MORE, LAST])
