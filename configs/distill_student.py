@@ -1,10 +1,9 @@
-"""A small draft model from SmolLM2-135M-Instruct itself, for the prompts of the quickstart, on two
-CPU cores.
+"""Distill a small draft model from SmolLM2-135M-Instruct, on two CPU cores.
 
     python launch/train.py --config configs/distill_student.py
 
-It ends in runs/distill_student/drafter, a model as any other; a run drafts with it and keeps it
-current by
+The result is runs/distill_student/drafter, an ordinary model folder. A run uses it as its draft
+model, and keeps distilling it, with
 
     --config.generation.strategy=model-chain-4 --config.drafter.path=runs/distill_student/drafter
     --config.drafter.layers=4 --config.drafter.learning_rate=1e-4

@@ -1,14 +1,13 @@
-r"""GRPO on grade-school mathematics with a verifiable reward, Qwen2.5-0.5B-Instruct on one 80 GB
-GPU.
+r"""GRPO on GSM8K with a verifiable reward, Qwen2.5-0.5B-Instruct on one 80 GB GPU.
 
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python launch/train.py --config configs/grpo_gsm8k.py \
         --config.model.path=PATH --config.data.train=train.jsonl --config.data.eval=test.jsonl
 
-The data are GSM8K's own files (Cobbe et al. 2021), train.jsonl and test.jsonl with "question" and
-"answer". The reward is 1 where the response's last number equals the answer's, else 0, so its mean
-is the share of right answers. Memory, of which the run may use 76 GB, as predicted and printed by
-part before weights are loaded: 12.1 GB in generation and 14.2 GB in training. Prompts that all
-samples solve, or none, give no signal and are replaced (DAPO), and the clip is wider above.
+The data are GSM8K's original files (Cobbe et al. 2021), train.jsonl and test.jsonl with "question"
+and "answer". The reward is 1 if the last number of the response equals that of the answer, else 0,
+so its mean is the accuracy. Predicted memory, which the run prints by part before it loads weights:
+12.1 GB in generation and 14.2 GB in training, of a limit of 76 GB. Prompts that all samples solve,
+or none, give no signal and are replaced, and the upper clip is wider (both as in DAPO).
 """
 
 from rlhf_jax.config import default

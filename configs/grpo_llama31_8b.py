@@ -1,19 +1,18 @@
-r"""GRPO on Llama-3.1-8B-Instruct with a Llama-3.2-1B-Instruct drafter: 'gpu', one node of 8, or
-'tpu', a v5p-8 slice.
+r"""GRPO on Llama-3.1-8B-Instruct with a Llama-3.2-1B-Instruct drafter, on 8 GPUs or a v5p-8 slice.
 
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python launch/train.py \
         --config configs/grpo_llama31_8b.py:gpu \
         --config.model.path=PATH --config.drafter.path=PATH --config.data.train=PROMPTS.jsonl \
         --config.reward.functions=FILE.py:FUNCTION
 
-Hardware and memory of each device, as predicted and printed by part before weights are loaded:
+The hardware, with the predicted memory of each device, which the run prints by part before it loads
+weights:
 
 gpu, 8 of 80 GB (A100 or H100), 76 of them used: 41.4 GB in generation and 28.7 GB in training.
 tpu, v5p-8, one host with 4 chips of 95 GB: 54.8 GB in generation and 52.4 GB in training.
 
-Expect: the mean reward of the function you give rises while `kl/mean` stays small. The text is what
-plain decoding would give; `generation/tokens_per_round`, between 1 and 5, says what the drafter
-saves.
+Expect the mean reward to rise while `kl/mean` stays small. The text equals that of plain decoding;
+`generation/tokens_per_round`, between 1 and 5, shows the gain of the drafter.
 """
 
 from rlhf_jax.config import default

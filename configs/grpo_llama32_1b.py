@@ -5,13 +5,12 @@ r"""GRPO on Llama-3.2-1B-Instruct, on one 80 GB GPU.
         --config.model.path=PATH --config.data.train=PROMPTS.jsonl \
         --config.reward.functions=FILE.py:FUNCTION
 
-Hardware: one GPU of 80 GB (A100 or H100), of which the run may use 76 GB. Memory of each device, as
-predicted and printed by part before weights are loaded:
-33.9 GB in generation and 31.9 GB in training.
+The hardware is one GPU of 80 GB (A100 or H100), with a limit of 76 GB. Predicted memory, which the
+run prints by part before it loads weights: 33.9 GB in generation and 31.9 GB in training.
 
-Expect: the mean reward of the function you give rises while `kl/mean` stays small. Drafts are
-looked up in the sample itself and in earlier roll-outs of its prompt, so
-`generation/tokens_per_round` rises as prompts come again.
+Expect the mean reward to rise while `kl/mean` stays small. Drafts are looked up in the sample
+itself and in earlier rollouts of its prompt, so `generation/tokens_per_round` rises when prompts
+repeat.
 """
 
 from rlhf_jax.config import default

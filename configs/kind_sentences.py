@@ -2,11 +2,11 @@
 
     pip install -e ".[quickstart]" && python launch/train.py --config configs/kind_sentences.py
 
-A reward of taste, where the policy soon finds one form that pays: most answers come to begin with
-"The lamp is a beautiful", and the report says so. The reward has three parts: VADER's sentiment, up
-to what is kind enough, whether the thing is named, and whether the sentence ends. Sentiment alone
-would be earned by forgetting the question: see `quickstart_hacked.py`. TextBlob, another lexicon,
-is never trained on.
+The reward is subjective, and the policy soon finds one template with a high reward: most answers
+begin with "The lamp is a beautiful", and the report warns of it. The reward has three terms:
+VADER's sentiment up to a limit, the name of the thing, and the end of the sentence. With sentiment
+alone the policy would ignore the question (see `quickstart_hacked.py`). TextBlob, another lexicon,
+is only an evaluation metric.
 """
 
 from rlhf_jax.config import default

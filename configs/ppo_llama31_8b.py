@@ -1,19 +1,19 @@
-r"""PPO on Llama-3.1-8B-Instruct with a reward model and a critic of 8B and a drafter of 1B: 'gpu'
-or 'tpu'.
+r"""PPO on Llama-3.1-8B-Instruct with an 8B reward model, an 8B critic and a 1B drafter.
 
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python launch/train.py \
         --config configs/ppo_llama31_8b.py:gpu \
         --config.model.path=PATH --config.drafter.path=PATH --config.data.train=PROMPTS.jsonl \
         --config.reward.models=REWARD_MODEL --config.critic.path=REWARD_MODEL
 
-REWARD_MODEL is a Hugging Face folder of a Llama-3.1-8B sequence classifier with one label. Hardware
-and memory of each device, as predicted and printed by part before weights are loaded:
+REWARD_MODEL is a Hugging Face folder of a Llama-3.1-8B sequence classifier with one label. The
+hardware, with the predicted memory of each device, which the run prints by part before it loads
+weights:
 
 gpu, 8 of 80 GB (A100 or H100), 76 of them used: 42.6 GB in generation and 43.9 GB in training.
 tpu, v5p-8, one host with 4 chips of 95 GB: 75.4 GB in generation and 82.6 GB in training.
 
-Expect: `reward/mean` rises while `kl/mean` stays near its target and `critic/explained_variance`
-climbs above 0 within the first steps.
+Expect `reward/mean` to rise while `kl/mean` stays near its target; `critic/explained_variance`
+rises above 0 within the first steps.
 """
 
 from rlhf_jax.config import default

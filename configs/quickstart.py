@@ -1,11 +1,11 @@
-"""GRPO on SmolLM2-135M-Instruct: a sentence about a person becomes JSON, on two CPU cores.
+"""GRPO on SmolLM2-135M-Instruct: turn a sentence about a person into JSON, on two CPU cores.
 
     pip install -e . && python launch/train.py --config configs/quickstart.py
 
-The weights (93 MB) are fetched at the first run. The reward is the share of right values, and that
-the answer is JSON and nothing else. The held-out sentences have other names, cities and jobs, and
-some have forms that are never trained on; some ask for other keys, or lack a value, which the
-reward does not teach.
+The first run downloads the weights (93 MB). The reward is the share of correct values, plus a term
+for an answer that is JSON and nothing else. The held-out sentences have other names, cities and
+jobs, and some have forms that are not in the training set. Some ask for other keys or lack a value,
+which the training prompts never do.
 """
 
 from rlhf_jax.config import default
@@ -38,8 +38,8 @@ def get_config():
     config.generation.max_new_tokens = 40
     config.generation.max_rows = 32
     config.generation.min_rows = 16
-    # Rounds of 32 rows are bound by arithmetic on two cores, where drafts gain nothing; and to try
-    # them, programs are compiled that take a quarter of so short a run.
+    # Rounds of 32 rows are compute-bound on two cores, so drafts gain nothing, and the compilation
+    # of their programs would take a quarter of this short run.
     config.generation.strategy = "plain"
 
     config.evaluation.update(every=6, temperature=0.0)

@@ -1,10 +1,10 @@
-"""Kind sentences with their sentiment alone as the reward: what reward hacking looks like.
+"""Kind sentences with sentiment as the only reward: an example of reward hacking.
 
     pip install -e ".[quickstart]" && python launch/train.py --config configs/quickstart_hacked.py
 
-The reward rises from 0.62 to 0.97, and the policy gets worse: few answers name the thing that they
-were asked about (7 % where 72 % did), most are cut off, and many begin alike. The report says so
-before it shows a curve; what falls is what the reward does not ask for.
+The reward rises from 0.62 to 0.97, and the policy gets worse: few answers name the thing in the
+question (7 % instead of 72 %), most are cut off, and many begin alike. The report warns of this
+before it shows any curve.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ from rlhf_jax.config.command_line import load
 
 
 def get_config():
-    """The config of kind sentences, with less to earn and less to pay."""
+    """The config of kind sentences, with one reward term and a smaller KL penalty."""
     config = load(str(Path(__file__).with_name("kind_sentences.py")))
     config.workdir = "runs/quickstart_hacked"
     config.steps = 18

@@ -1,4 +1,4 @@
-"""Build the documents as a site, the reference that the code knows best among them.
+"""Build the docs as a site; the reference pages are generated from the code.
 
 python docs/build.py          # into site/
 python docs/build.py serve    # and show it
@@ -45,11 +45,11 @@ def config_keys() -> str:
     lines = [
         "# Config keys",
         "",
-        "Every key of a run, with its default. A config file sets them on what"
-        " `rlhf_jax.default_config()` returns, the command line by `--config.any.key=value`;"
-        " `rlhf-jax config 'generation.*'` prints the same.",
+        "All keys of a run, with their defaults. A config file changes them in the result of"
+        " `rlhf_jax.default_config()`, the command line with `--config.any.key=value`."
+        " `rlhf-jax config 'generation.*'` prints the same table.",
     ]
-    sections: dict[str, list[str]] = {"The run": []}  # keys without a section stand between others
+    sections: dict[str, list[str]] = {"The run": []}  # keys without a section are between sections
     for key in keys():
         section, _, _ = key.name.rpartition(".")
         default = key.default.to_dict() if isinstance(key.default, Config) else key.default
@@ -65,9 +65,9 @@ def metrics() -> str:
     lines = [
         "# Metrics",
         "",
-        "The numbers of `metrics.jsonl` (a line a step) and, from `eval/` on, of"
-        " `evaluations.jsonl`; trackers have the same. NAME stands for a term, a measure or a"
-        " drafter of yours. A range is where most runs are healthy, not a rule.",
+        "The metrics of `metrics.jsonl` (one line per step) and, from `eval/` on, of"
+        " `evaluations.jsonl`; trackers receive the same. NAME stands for a reward term, a metric"
+        " or a drafter. The healthy ranges are typical values, not limits.",
         "",
         "| key | meaning | unit | healthy |",
         "|---|---|---|---|",
@@ -78,20 +78,20 @@ def metrics() -> str:
 
 
 def public_names() -> str:
-    """Return the page of what `rlhf_jax` exports, each with its docstring, first what most need."""
-    lines = ["# Python", "", "What `import rlhf_jax` gives."]
+    """Return the page of the names that `rlhf_jax` exports, the most used ones first."""
+    lines = ["# Python", "", "The public names of `import rlhf_jax`."]
     for name in dict.fromkeys([*FIRST, *rlhf_jax.__all__]):
         lines += ["", f"::: rlhf_jax.{name}"]
     return "\n".join(lines) + "\n"
 
 
 def _key(name: str) -> str:
-    """Return the name of a key as code, which may be broken after each of its parts."""
+    """Return the name of a key as code, with possible line breaks after each part."""
     return f"<code>{re.sub('(?<=[./_])', '<wbr>', name)}</code>"
 
 
 def _cell(text: str) -> str:
-    """Return text that may stand in a table."""
+    """Return text with the characters escaped that break a table."""
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 

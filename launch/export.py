@@ -1,4 +1,4 @@
-"""The same as `rlhf-jax export`, from a clone."""
+"""Run `rlhf-jax export` in a clone."""
 
 import sys
 

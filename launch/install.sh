@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A fresh environment with the package, as the image has it: launch/install.sh FOLDER PACKAGE [EXTRA,EXTRA...]
-# PACKAGE is a wheel, a checkout or a name on a package index; FOLDER/bin then has rlhf-jax.
+# Creates a virtual environment with the package, as in the image: launch/install.sh FOLDER PACKAGE [EXTRA,EXTRA...]
+# PACKAGE is a wheel, a checkout or a name on a package index; rlhf-jax is then in FOLDER/bin.
 set -euo pipefail
 if (($# < 2)); then
   echo "usage: launch/install.sh FOLDER PACKAGE [EXTRA,EXTRA...]" >&2

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# A run as several processes of this machine: launch/local.sh PROCESSES --config FILE[:ARGUMENT] --config.any.key=value
+# Starts several processes on this machine: launch/local.sh PROCESSES --config FILE[:ARGUMENT] --config.any.key=value
 #
-# config.mesh.slices must be a multiple of PROCESSES or divide them. GPUs are dealt out evenly. Rank 0 has the terminal;
-# what others say stands behind their rank. Ctrl-C and SIGTERM go to all. Where one dies the others end within a minute,
-# and the same command goes on from the last checkpoint. What they tell each other is signed with RLHF_JAX_KEY, which is
-# made here unless it, or RLHF_JAX_KEY_FILE, is given.
+# config.mesh.slices must be a multiple of PROCESSES or divide it. GPUs are divided evenly. Rank 0 uses the terminal;
+# lines of other ranks have the rank as a prefix. Ctrl-C and SIGTERM go to all processes. If one dies, the others stop
+# within a minute, and the same command resumes from the last checkpoint. Messages between processes are signed with
+# RLHF_JAX_KEY, which the script creates unless RLHF_JAX_KEY or RLHF_JAX_KEY_FILE is set.
 set -u
 if ! [[ "${1:-}" =~ ^[1-9][0-9]*$ ]]; then
   echo "usage: launch/local.sh PROCESSES --config FILE[:ARGUMENT] --config.any.key=value" >&2
@@ -19,10 +19,10 @@ new_key='import secrets; print(secrets.token_hex(32))'
 known=${CUDA_VISIBLE_DEVICES-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd, -)}
 IFS=, read -ra gpus <<<"$known"
 each=$((${#gpus[@]} / processes))
-# XLA shares the tuning of kernels between ranks, which may then wait for each other: not yet shown to be safe.
+# XLA shards autotuning among ranks, which may deadlock; it is not yet known to be safe.
 ((each > 0)) && export XLA_FLAGS="--xla_gpu_shard_autotuning=false ${XLA_FLAGS:-}"
 
-rank_of() { # RANK ARGUMENTS...: becomes that process
+rank_of() { # RANK ARGUMENTS...: runs that process by exec
   local rank=$1 own
   shift
   if ((each > 0)); then
@@ -33,7 +33,7 @@ rank_of() { # RANK ARGUMENTS...: becomes that process
   exec python "$train" --coordinator "localhost:$port" --processes "$processes" --process "$rank" "$@"
 }
 
-labelled() { # RANK: lines, each behind the rank
+labelled() { # RANK: adds the rank as a prefix to each line
   while IFS= read -r line; do echo "[$1] $line"; done
 }
 
@@ -53,11 +53,11 @@ while ((${#pids[@]})); do
     wait "${pids[rank]}"
     status=$?
     unset "pids[rank]"
-    ((status == 75)) && told=1 # it has said who is lost, and what to do
+    ((status == 75)) && told=1 # the process has printed the lost rank and the remedy
     ((status == 0 || code != 0)) && continue
     code=$status deadline=$((SECONDS + 50))
     case $status in
-    1 | 2 | 75 | 130 | 143) ;; # it has said why itself
+    1 | 2 | 75 | 130 | 143) ;; # the process has printed the reason
     *)
       echo "Rank $rank died (exit status $status): the others end within a minute." >&2
       died=1

@@ -1,6 +1,6 @@
-"""The stages as functions, in a loop of one's own: python launch/own_loop.py MODEL [STEPS]
+"""Train in your own loop, with the stages as functions: python launch/own_loop.py MODEL [STEPS]
 
-Rewards short answers. Everything that `train.py` adds (config, metrics, evaluation) is left out.
+The reward is for short answers. The loop has no config, metrics or evaluation, unlike `train.py`.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The same as `rlhf-jax plan --search`, from a clone."""
+"""Run `rlhf-jax plan --search` in a clone."""
 
 import sys
 

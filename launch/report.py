@@ -1,4 +1,4 @@
-"""The same as `rlhf-jax report`, from a clone."""
+"""Run `rlhf-jax report` in a clone."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The same as `rlhf-jax strategy`, from a clone."""
+"""Run `rlhf-jax strategy` in a clone."""
 
 import sys
 

@@ -1,7 +1,7 @@
 """RLHF in one command: python launch/train.py --config configs/quickstart.py --config.any.key=value
 
-The same as `rlhf-jax train`, from a clone. The same command again goes on from the last checkpoint.
-As several processes: launch/local.sh, slurm.sh, tpu.sh.
+It equals `rlhf-jax train`, in a clone. The same command resumes from the last checkpoint. For
+several processes use launch/local.sh, slurm.sh or tpu.sh.
 """
 
 import sys

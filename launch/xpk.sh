@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# A run on the TPUs of a GKE cluster, by XPK: launch/xpk.sh CLUSTER NAME TPU IMAGE --config FILE[:ARGUMENT] --config.any.key=value
-# IMAGE is launch/Dockerfile's, built with EXTRAS=tpu; TPU is XPK's name of a slice, such as v5p-16. config.mesh.slices must
-# be a multiple of the hosts or divide them, and workdir lie on a file system that they share. What processes
-# tell each other is signed with RLHF_JAX_KEY, which is made here unless it is given; whoever may read the workload in
-# the cluster can read it.
+# Starts a run on the TPUs of a GKE cluster, by XPK: launch/xpk.sh CLUSTER NAME TPU IMAGE --config FILE[:ARGUMENT] --config.any.key=value
+# IMAGE is built from launch/Dockerfile with EXTRAS=tpu; TPU is XPK's name of a slice, such as v5p-16. config.mesh.slices
+# must be a multiple of the number of hosts or divide it, and workdir must be on a shared file system. Messages between
+# processes are signed with RLHF_JAX_KEY, which the script creates unless it is set; anyone with read access to the
+# workload in the cluster can read it.
 set -euo pipefail
 if (($# < 5)); then
   echo "usage: launch/xpk.sh CLUSTER NAME TPU IMAGE --config FILE[:ARGUMENT] --config.any.key=value" >&2

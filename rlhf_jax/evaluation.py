@@ -99,6 +99,8 @@ def _evaluate_policy(
     means["eval/distinct_pairs"] = distinct_pairs([one.response for one in responses])
     means["eval/generation/tokens_per_round"] = counts.metrics(0.0)["generation/tokens_per_round"]
     report = EvaluationReport(means, table_of(responses, next(iter(scores.values())).values))
+    # Saved with the step after it: a run that is stopped between the two evaluates again, as the
+    # uninterrupted run did.
     generation = dataclasses.replace(remembered(state.host), evaluated=evaluated)
     host = dataclasses.replace(state.host, generation=generation)
     return state._replace(host=host), report

@@ -50,7 +50,7 @@ def test_every_key_is_printed_with_its_default_and_comment(capsys):
     assert [key.name for key in found] == list(schema.flat(default()))
     assert all(key.comment for key in found), [key.name for key in found if not key.comment]
     assert command.main(["config", "kl.c*"]) == 0
-    assert "kl.coefficient = 0.04  (float)\n    reward for each nat" in capsys.readouterr().out
+    assert "kl.coefficient = 0.04  (float)\n    penalty per nat" in capsys.readouterr().out
     assert command.main(["config", "learning_rate"]) == 0
     keys = re.findall(r"^(\S+) = ", capsys.readouterr().out, re.MULTILINE)
     assert sorted(keys) == [f"{of}.learning_rate" for of in ("critic", "drafter", "training")]

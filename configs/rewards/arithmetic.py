@@ -1,8 +1,8 @@
-r"""A verifiable reward of mathematics: is the final number the reference's?
+r"""A verifiable reward for mathematics: 1 if the final number equals that of the reference.
 
-The final number is the first one after the last `####` or inside the last `\boxed{}`, or, where
-neither holds one, the last of the whole text. Numbers are compared as numbers: 1,000 is 1000.0, and
-currency and percent signs do not count.
+The final number is the first one after the last `####` or inside the last `\boxed{}`; if neither
+has a number, it is the last one of the text. Numbers are compared by value: 1,000 equals 1000.0,
+and currency and percent signs are ignored.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ NUMBER = re.compile(
 
 
 def gsm8k(prompt: str, response: str, row: dict) -> float:
-    """1 where the response's final number equals that of row["answer"], a text as in GSM8K or a
-    number; else 0.
+    """1 if the response's final number equals that of row["answer"], else 0.
 
-    ValueError where the reference holds no number (Cobbe et al. 2021 end it with "#### number").
+    row["answer"] is a number or a text that ends in "#### number", as in GSM8K (Cobbe et al. 2021).
+    Raises ValueError if it has no number.
     """
     del prompt
     reference = final_number(str(row["answer"]))
@@ -35,13 +35,13 @@ def gsm8k(prompt: str, response: str, row: dict) -> float:
 
 
 def final_number(text: str) -> float | None:
-    """The number that a solution ends in; None where it holds none."""
+    """The final number of a solution; None without one."""
     found = numbers(_marked(text))[:1] or numbers(text)[-1:]
     return found[0] if found else None
 
 
 def numbers(text: str) -> list[float]:
-    """All numbers of a text, in order; LaTeX is understood as far as answers use it."""
+    """All numbers of a text, in order, including simple LaTeX such as \\frac{1}{2}."""
     plain = text.replace("−", "-").replace("{,}", ",").replace("\\,", "")
     plain = CURRENCY.sub(r" \1\2", FRACTION.sub(r"\1/\2", plain))
     return [_value(*match.groups(default="")) for match in NUMBER.finditer(plain)]
@@ -55,9 +55,7 @@ def _value(sign: str, digits: str, exponent: str, divisor: str) -> float:
 
 
 def _marked(text: str) -> str:
-    """What follows the last `####`, or stands in the last `\\boxed{}`, whichever comes later; ''
-    without.
-    """
+    """The text after the last `####` or in the last `\\boxed{}`, whichever is later, or ''."""
     hashes = text.rfind("####")
     box = text.rfind("\\boxed{")
     if hashes > box:
@@ -66,7 +64,7 @@ def _marked(text: str) -> str:
 
 
 def _braced(text: str) -> str:
-    """The text up to the brace that closes it."""
+    """The text up to its closing brace."""
     depth = 1
     for place, letter in enumerate(text):
         depth += {"{": 1, "}": -1}.get(letter, 0)

@@ -1,7 +1,7 @@
 """Rewards of a sentence's facts as a JSON object; a row has the `answer` and the `sentence`.
 
-A value counts as right where its text is, so 34 and "34" are alike. Where the sentence does not
-tell a value, the answer has None for it: right is null, an empty text, or no such key.
+A value is correct if its text is correct, so 34 and "34" are equal. If the sentence lacks a value,
+the answer has None for it; null, an empty text or a missing key are then correct.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 
 def values(prompt: str, response: str, row: dict) -> tuple[float, dict[str, float]]:
-    """Return the share of the values asked for that the response's first JSON object has right.
+    """Return the share of correct values in the response's first JSON object.
 
-    Beside it stands the same by the kind of the row.
+    The extra number is the same share, by the kind of the row.
     """
     del prompt
     found, _ = first_object(response)
@@ -24,16 +24,16 @@ def values(prompt: str, response: str, row: dict) -> tuple[float, dict[str, floa
 
 
 def only_json(prompt: str, response: str, row: dict) -> float:
-    """Return 1 where the response is one JSON object and nothing else, else 0."""
+    """Return 1 if the response is one JSON object and nothing else, else 0."""
     del prompt, row
     found, rest = first_object(response)
     return float(bool(found) and not rest)
 
 
 def exact(prompt: str, response: str, row: dict) -> tuple[float, dict[str, float]]:
-    """Return 1 where the response is the object asked for and nothing else, to the last value.
+    """Return 1 if the response is exactly the requested object and nothing else.
 
-    Beside it stands the same by the kind of the row, of those that are like what is trained on.
+    The extra number is the same, by the kind of the row, for kinds with the keys of training.
     """
     found, rest = first_object(response)
     right, _ = values(prompt, response, row)
@@ -42,7 +42,7 @@ def exact(prompt: str, response: str, row: dict) -> tuple[float, dict[str, float
 
 
 def from_sentence(prompt: str, response: str, row: dict) -> float:
-    """Return the share of the words of the object's values that the sentence has, too."""
+    """Return the share of the words of the object's values that are in the sentence."""
     del prompt
     found, _ = first_object(response)
     written = [word for value in found.values() for word in _words(_text(value))]
@@ -51,7 +51,7 @@ def from_sentence(prompt: str, response: str, row: dict) -> float:
 
 
 def first_object(text: str) -> tuple[dict[str, Any], str]:
-    """Return the first JSON object of a text, empty without one, and what stands around it."""
+    """Return the first JSON object of a text, empty without one, and the text around it."""
     start = text.find("{")
     try:
         found, end = json.JSONDecoder().raw_decode(text, max(start, 0))

@@ -11,7 +11,7 @@ from rlhf_jax.config.checks import require_positive
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    beta: float = option(0.1, "how much a nat of preference weighs", require_positive)
+    beta: float = option(0.1, "weight of a nat of preference", require_positive)
 
 
 def dpo(terms):  # Rafailov et al. 2023, equation 7

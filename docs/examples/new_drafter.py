@@ -1,6 +1,6 @@
 """Add a drafter from outside the package: python docs/examples/new_drafter.py
 
-It drafts that the last token repeats. Whatever a drafter proposes, the text stays the plain text.
+It proposes that the last token repeats. The drafts never change the text.
 """
 
 import jax

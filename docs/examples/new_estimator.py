@@ -1,9 +1,8 @@
-"""An advantage estimator of one's own, without a change to the package: each sample against the
-median of the others of its prompt.
+"""Add an advantage estimator: each sample is compared with the median of its prompt's others.
 
     python docs/examples/new_estimator.py
 
-A config names it: config.algorithm.estimator = "docs/examples/new_estimator.py:ESTIMATOR"
+A config selects it: config.algorithm.estimator = "docs/examples/new_estimator.py:ESTIMATOR"
 """
 
 import jax

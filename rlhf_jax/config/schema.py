@@ -1,4 +1,4 @@
-"""List all keys of a run and their defaults; `setup/validation.py` says what makes them valid."""
+"""List all keys of a run and their defaults; `setup/validation.py` validates them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     class Config:
-        """Say to type checkers what of a ConfigDict is used; its keys have any value."""
+        """Declare the used part of ConfigDict to type checkers; a key has any value."""
 
         def __init__(self, values: Mapping[str, Any] = ..., /) -> None: ...
         def __getattr__(self, attribute: str) -> Any: ...
@@ -30,304 +30,313 @@ if TYPE_CHECKING:
 else:
     from ml_collections import ConfigDict as Config
 
-# A key's comment says what its value is, with the unit where it is a quantity.
+# A key's comment describes its value, with the unit of a quantity.
 DEFAULTS: dict[str, Any] = {
-    # the folder of the whole run: metrics, samples, checkpoints and the trained policy; or its URL,
-    # as gs://bucket/run
+    # folder of the run: metrics, samples, checkpoints and the trained policy; or a URL such as
+    # gs://bucket/run
     "workdir": "runs/default",
-    # how many times the policy is rolled out and updated
+    # number of steps: a rollout and an update of the policy each
     "steps": 100,
-    # of prompts, sampling and training; the same seed gives the same run
+    # random seed of prompts, sampling and training; the same seed gives the same run
     "seed": 0,
-    # bit for bit: no decision by the clock (rewards have no time limit), sums in one order
+    # bit-for-bit reproducible: no decision depends on the clock (so rewards have no time limit),
+    # and sums have a fixed order
     "deterministic": False,
-    # make the checks with which a run begins, say what it would need, and stop; nothing is written
+    # run the checks at the start of a run, print its memory, and stop; nothing is written
     "dry_run": False,
-    # a number of a step or an evaluation at which the run ends, as in 'eval/reward >= 0.95'; '' for
-    # none
+    # condition on a metric that stops the run early, such as 'eval/reward >= 0.95'; '' for none
     "stop_at": "",
-    # steps of which a profile is written to WORKDIR/profile, as in '5:7'; '' for none
+    # range of steps to profile, such as '5:7', written to WORKDIR/profile; '' for none
     "profile": "",
-    # where numbers go besides metrics.jsonl and TensorBoard: wandb, mlflow, trackio, FILE.py:NAME;
-    # they hear of a step when its checkpoint is on disk
+    # trackers, in addition to metrics.jsonl and TensorBoard: wandb, mlflow, trackio, FILE.py:NAME;
+    # they receive a step when its checkpoint is on disk
     "sinks": (),
-    # seconds after which a phase that stands still is named; 0 for never
+    # seconds without progress after which the run warns and names the phase; 0 for never
     "watchdog_seconds": 300,
-    # seconds of silence after which one of several processes is lost, and the others end; a process
-    # may stand still for half of them
+    # seconds of silence after which a process counts as lost and the others stop; a process may
+    # stall for half of them
     "heartbeat_seconds": 30,
-    # What the run learns; the algorithm's own options are keys beside its name.
+    # The algorithm of the run; its options are further keys of this section.
     "algorithm": {
-        # grpo: the policy learns to earn rewards, compared within a group; ppo: beside a critic;
-        # distill: a student learns to draft for the policy; or FILE.py:NAME
+        # grpo: rewards are compared within a group; ppo: with a critic; distill: trains a student
+        # to draft for the policy; or FILE.py:NAME
         "name": "grpo"
     },
     "model": {
         # Hugging Face folder, .gguf file, or hub name org/name
         "path": "",
-        # families of models of one's own, each FILE.py:NAME
+        # your own model families, each FILE.py:NAME
         "families": (),
-        # of matrix products; 'auto' is bfloat16 on accelerators and float32 on CPU
+        # dtype of matrix products; 'auto' is bfloat16 on accelerators and float32 on CPU
         "compute_dtype": "auto",
     },
-    # The small model of the 'model-*' strategies. Under acceptance 'replayable' the text does not
+    # The draft model of the 'model-*' strategies. With acceptance 'replayable' the text does not
     # depend on it.
     "drafter": {
-        # a draft model, or a student that was made before, given as model.path is
+        # a draft model or an earlier student, in the format of model.path
         "path": "",
-        # 0 takes what the path holds as it is; else a student has so many of the layers of the
-        # path's model, or of the policy where the path is empty
+        # 0 uses the model of the path unchanged; else the number of layers of a student, taken from
+        # the path's model, or from the policy if the path is empty
         "layers": 0,
-        # of a student's AdamW; 0 leaves the student as it is, above 0 keeps it current
+        # learning rate of the student's AdamW; 0 freezes the student, above 0 distills it during
+        # the run
         "learning_rate": 0.0,
-        # samples of each step from which a student that is kept current learns
+        # samples of each step for the distillation of the student
         "samples": 8,
     },
-    # The model of values that the algorithm 'ppo' trains beside the policy; and each of an
-    # algorithm's own roles.
+    # The value model of the algorithm 'ppo', and of each further role of an algorithm.
     "critic": {
-        # a reward model over the policy's vocabulary; '' for the policy's own trunk
+        # reward model to start from, with the policy's vocabulary; '' for the policy's trunk
         "path": "",
-        # of the critic's AdamW
+        # learning rate of the critic's AdamW
         "learning_rate": 1e-5,
-        # optimizer steps in which the rate rises linearly
+        # optimizer steps of linear warm-up
         "warmup_steps": 0,
-        # updates of the critic alone, before the policy's first
+        # updates of the critic alone before the policy's first (critic warm-up)
         "steps_alone": 0,
-        # a value moves at most so far from what it was before the update
+        # value clip: largest change of a value from its value before the update
         "clip": 0.2,
     },
     "data": {
-        # the prompts to train on: a .jsonl or .parquet file or its URL (gs://, s3://), or a folder
-        # or hub name org/name of a data set
+        # training prompts: a .jsonl or .parquet file or its URL (gs://, s3://), or a folder or hub
+        # name org/name of a data set
         "train": "",
-        # held-out prompts, given alike; '' for none
+        # held-out prompts, in the same format; '' for none
         "eval": "",
-        # of a data set, '' for the only one
+        # configuration of a data set; '' if it has only one
         "configuration": "",
-        # of the data set to train on
+        # split of the training data set
         "train_split": "train",
-        # of the data set that is held out
+        # split of the held-out data set
         "eval_split": "test",
-        # old name -> new name of columns, such as {"answer": "solution"}
+        # columns to rename, old name -> new name, such as {"answer": "solution"}
         "columns": {},
-        # the field that holds a string or chat messages
+        # field of the prompt, a string or chat messages
         "prompt_key": "prompt",
-        # a row that cannot be used: 'error' ends the run, 'skip' leaves it out and says how many
+        # handling of an invalid row: 'error' stops the run, 'skip' drops and counts it
         "on_bad_row": "error",
         # system prompt before every prompt, '' for none
         "system": "",
-        # a prompt that is a string goes to the policy as it is, without the chat template
+        # pass prompts that are strings to the policy unchanged, without the chat template
         "raw": False,
-        # name -> value that the chat template is given, such as {"enable_thinking": False}
+        # arguments of the chat template, name -> value, such as {"enable_thinking": False}
         "template_arguments": {},
-        # the day that chat templates are told, YYYY-MM-DD; '' for that on which the run begins
+        # date for chat templates, YYYY-MM-DD; '' for the day on which the run begins
         "date": "",
-        # tokens; longer prompts are dropped and counted
+        # longest prompt, in tokens; longer prompts are dropped and counted
         "max_prompt_tokens": 256,
-        # where samples are given and not generated: rows of a step
+        # rows of a step, if the samples are given in the data
         "rows_per_step": 32,
-        # tokens of a given sample, its end included; rows with longer ones are dropped and counted
+        # longest given sample, in tokens with its end token; rows with longer ones are dropped and
+        # counted
         "max_response_tokens": 256,
     },
     # A sample's reward is the weighted sum of functions and models.
     "reward": {
-        # each FILE.py:function or package.module:function, called by its parameters' names as
-        # docs/how-to/reward.md says; or SCHEME://... of a registered source of rewards
+        # each FILE.py:function or package.module:function, with parameters as in
+        # docs/how-to/reward.md; or SCHEME://... of a registered source of rewards
         "functions": (),
-        # each a Hugging Face sequence-classification folder, read at a conversation's last token
+        # reward models: Hugging Face sequence-classification folders, read at the last token
         "models": (),
         # weights of the functions, then of the models; () for 1 each
         "weights": (),
-        # processes that each function runs in
+        # worker processes of each function
         "workers": 2,
-        # calls of an async function that are under way at one time
+        # concurrent calls of an async function
         "concurrency": 16,
-        # the longest that a call may take, for each response that it has; and the reward's import,
-        # which has 2 at least
+        # time limit of a call in seconds, for each of its responses; and of the import, which has
+        # at least 2 s
         "seconds": 10.0,
-        # a sample on which a call failed or took too long: 'drop' trains without it, 'value' gives
-        # it the reward `failed`; both are counted
+        # handling of a sample whose call failed or timed out: 'drop' excludes it from training,
+        # 'value' gives it the reward `failed`; both are counted
         "on_failure": "drop",
-        # the reward of such a sample, where on_failure is 'value'
+        # reward of such a sample, if on_failure is 'value'
         "failed": 0.0,
-        # the run ends where calls fail on more than this share of a roll-out's samples
+        # share of a rollout's samples; if calls fail on more, the run stops
         "max_failed": 0.5,
-        # taken from the reward of a response that was cut off
+        # penalty, subtracted from the reward of a response that was cut off
         "missing_end": 0.0,
-        # rewards are clipped to -clip .. clip; 0 for not
+        # rewards are clipped to -clip .. clip; 0 for no clipping
         "clip": 0.0,
-        # whether the rewards of a step are divided by their standard deviation
+        # divide the rewards of a step by their standard deviation
         "whiten": False,
-        # name -> function as above: measured in evaluation, never trained on
+        # evaluation metrics, name -> function as above; never trained on
         "metrics": {},
     },
     "generation": {
-        # different prompts of one roll-out
+        # prompts of one rollout
         "prompts_per_step": 8,
-        # samples of each prompt: the group that advantages may be relative to
+        # samples of each prompt (the group size)
         "samples_per_prompt": 4,
-        # more roll-outs, at most, to replace prompts whose samples all earned the same (DAPO)
+        # most additional rollouts to replace prompts whose samples all have the same reward (DAPO's
+        # dynamic sampling)
         "resample": 0,
-        # tokens of the longest response
+        # longest response, in tokens
         "max_new_tokens": 128,
-        # texts that end a response, beside the model's own stop tokens; they are part of it
+        # texts that end a response, in addition to the model's stop tokens; they stay in the
+        # response
         "stop_strings": (),
-        # of the distribution that is sampled from, which is also the one that is trained
+        # sampling temperature; the distribution that is sampled from is also the one that is
+        # trained
         "temperature": 1.0,
         # sample among the k likeliest tokens, at most 64; 0 for all
         "top_k": 0,
-        # refused unless 1: truncation by joint probability is for evaluation only
+        # must be 1: top-p is only supported in evaluation
         "top_p": 1.0,
-        # 'adaptive' is chosen every round; or plain, lookup-chain-4, replay-chain-8-packed-3 ...
+        # drafting strategy: 'adaptive' chooses one in every round; or plain, lookup-chain-4,
+        # replay-chain-8-packed-3 ...
         "strategy": "adaptive",
-        # drafters of one's own, each FILE.py:NAME; strategies name them as they name themselves
+        # your own drafters, each FILE.py:NAME; strategies use the `name` of a drafter
         "drafters": (),
         # 'replayable' accepts drafts that equal the policy's own draw; or 'rejection'
         "acceptance": "replayable",
-        # live rows of a slice at most
+        # most live rows of a slice
         "max_rows": 32,
-        # rows down to which the batch halves as samples end; each halving compiles a program
+        # smallest batch, down to which it halves as samples end; each halving compiles a program
         "min_rows": 8,
-        # place samples on slices by their expected lengths, and move them while they run
+        # place samples on slices by expected length, and move them while they run
         "reallocate": True,
-        # slices with nothing left to decode score what is finished, with weights of their own
+        # slices with no samples left to decode score finished samples, with their own copy of the
+        # weights
         "fuse_inference": False,
-        # tokens of earlier roll-outs that lookup drafts from, of the same prompt and, where these
-        # leave room, the latest of others; of all prompts 8 million are kept, and those that were
-        # answered longest ago are forgotten
+        # tokens of earlier rollouts that lookup drafts from: those of the same prompt first, then
+        # the latest of other prompts; the run keeps 8 million tokens for all prompts and drops the
+        # oldest
         "history_tokens": 256,
-        # samples of a prompt that repeat an earlier noise: they replay its text, but are no fresh
-        # draws (the weights were fitted to that noise) and explore less
+        # samples of a prompt that repeat an earlier noise: they can be replayed, but are not
+        # independent draws (the weights were fitted to that noise) and explore less
         "repeated_noise": 0,
     },
     "evaluation": {
-        # steps between evaluations on data.eval, and one at each end; 0 for none
+        # steps between evaluations on data.eval, with one at the start and the end; 0 for none
         "every": 0,
-        # samples of each held-out prompt, whose mean is reported
+        # samples of each held-out prompt; metrics are means over them
         "samples_per_prompt": 1,
-        # 0 takes the likeliest token
+        # sampling temperature; 0 is greedy
         "temperature": 1.0,
-        # sample among the likeliest tokens of this joint probability
+        # sample among the likeliest tokens with this total probability
         "top_p": 1.0,
         # sample among the k likeliest tokens; 0 for all
         "top_k": 0,
     },
-    # The price of leaving the reference.
+    # The KL penalty to the reference.
     "kl": {
-        # reward for each nat; 0 keeps no reference, and KL is measured to the policy before the
-        # update
+        # penalty per nat, in reward; 0 loads no reference, and KL is measured to the policy before
+        # the update
         "coefficient": 0.04,
-        # 'loss', or 'reward': taken from the reward token by token
+        # 'loss', or 'reward' (subtracted from the reward per token)
         "place": "loss",
-        # of Schulman 2020: k1 (in the reward only), k2 or k3
+        # KL estimator of Schulman 2020: k1 (in the reward only), k2 or k3
         "estimator": "k3",
-        # nats a response: the coefficient adapts to stay there; 0 keeps it fixed
+        # target KL in nats per response, to which the coefficient adapts; 0 keeps the coefficient
+        # fixed
         "target": 0.0,
-        # samples in which the coefficient adapts
+        # time scale of this adaptation, in samples
         "horizon": 10_000,
     },
     "training": {
-        # times that each roll-out is trained on
+        # passes over each rollout
         "epochs": 1,
-        # optimizer steps of an epoch
+        # optimizer steps per epoch
         "minibatches": 1,
-        # how many of the longest samples a micro-batch has room for, over all devices: the same
-        # number on each, rounded down, and at least one; shorter samples are more
+        # size of a micro-batch, in samples of the longest length, over all devices (equal on each,
+        # rounded down, at least one); of shorter samples it holds more
         "microbatch_rows": 8,
-        # the same in tokens, in place of it: as many of the longest samples as these hold; 0 for
+        # the same size in tokens, rounded down to whole samples of the longest length; 0 uses
         # microbatch_rows
         "microbatch_tokens": 0,
-        # of the policy's AdamW; 0 takes one by the size of the model, which the run prints
+        # learning rate of the policy's AdamW; 0 derives it from the size of the model, and the run
+        # prints it
         "learning_rate": 0.0,
-        # optimizer steps in which the rate rises linearly
+        # optimizer steps of linear warm-up
         "warmup_steps": 0,
-        # how the rate goes on: 'constant', or to 0 over all steps by 'linear' or 'cosine'
+        # schedule after the warm-up: 'constant', or to 0 over all steps by 'linear' or 'cosine'
         "schedule": "constant",
-        # of the policy's AdamW; norms and biases are spared
+        # weight decay of the policy's AdamW; norms and biases are excluded
         "weight_decay": 0.0,
-        # the gradient is clipped to this global norm
+        # global norm to which the gradient is clipped
         "max_grad_norm": 1.0,
         # the ratio is clipped below at 1 - clip_low
         "clip_low": 0.2,
         # the ratio is clipped above at 1 + clip_high
         "clip_high": 0.2,
-        # how a minibatch's losses are summed: token_mean, sequence_mean or constant; 'auto' as the
-        # algorithm's loss (gspo: sequence_mean) or estimator (dr_grpo: constant) bring it, else
+        # aggregation of a minibatch's token losses: token_mean, sequence_mean or constant; 'auto'
+        # is the default of the loss (gspo: sequence_mean) or estimator (dr_grpo: constant), else
         # token_mean
         "aggregate": "auto",
-        # of the entropy, which is subtracted from the loss
+        # entropy bonus: coefficient of the entropy, which is subtracted from the loss
         "entropy_coefficient": 0.0,
-        # nats: the rest of an update is left out once KL(old || new) exceeds it; 0 for never
+        # KL(old || new) in nats above which the rest of an update is skipped; 0 for never
         "target_kl": 0.0,
-        # 1 draws the samples of the next step while this one trains, from the weights before its
-        # update, in a plan that gives generation devices of its own; 0 does one after the other
+        # off-policy steps: 1 generates the samples of the next step during training, with the
+        # weights before the update, if the plan gives generation separate devices; 0 is on-policy
         "lag": 0,
-        # with a lag each token weighs p_now / p_sampled, and at most this
+        # with a lag, upper limit of the importance weight p_now / p_sampled of a token
         "lag_clip": 2.0,
-        # whether responses that were cut off are left out of training
+        # exclude responses that were cut off from training (DAPO's overlong filtering)
         "drop_overlong": False,
-        # minibatches in a row that may be skipped, as a number is not finite, before the run ends
+        # most minibatches in a row that are skipped for non-finite values before the run stops
         "max_skipped": 5,
-        # train policy and critic as pipelines that run at once, in opposite directions: each of
-        # mesh.slices has some of their layers, and mesh.data is copies (RLHFuse); for GPUs that a
-        # slow network joins. With a target_kl neither takes a step once it is exceeded
+        # train policy and critic as two concurrent pipelines in opposite directions (RLHFuse): each
+        # of mesh.slices has some of their layers, and mesh.data is the number of copies; for GPU
+        # nodes on a slow network. Once target_kl is exceeded, both stop updating
         "pipelined": False,
-        # keep only each layer's input for the backward pass and compute the rest again: on, off, or
-        # auto, which is on where memory does not suffice without; a run keeps what it began with
+        # rematerialisation: keep only each layer's input for the backward pass: on, off, or auto
+        # (on if memory does not suffice without it); a resumed run keeps its setting
         "remat": "auto",
-        # reward models read texts padded to a multiple of so many tokens: larger, for fewer
-        # programs; smaller, for less padding
+        # reward models read texts padded to a multiple of this number of tokens: a larger value
+        # means fewer programs, a smaller value less padding
         "length_bucket": 64,
     },
-    # The same command again goes on from the last checkpoint in the workdir.
+    # The same command resumes from the last checkpoint in the workdir.
     "checkpoint": {
-        # steps between checkpoints, and one at the end; 0 for none
+        # steps between checkpoints, with one at the end; 0 for none
         "every": 50,
-        # the latest so many stay
+        # number of latest checkpoints to keep
         "keep": 2,
-        # measure of the evaluations whose highest policy is kept in WORKDIR/best, as 'eval/reward';
-        # '' for none
+        # evaluation metric, such as 'eval/reward', whose best policy is kept in WORKDIR/best; ''
+        # for none
         "best": "",
-        # go on although other keys differ from the checkpoint's; model and data may not
+        # resume even if keys differ from the checkpoint's; model and data must be the same
         "allow_changes": False,
     },
     "mesh": {
-        # parts that generate each on its own, and between which running samples may move
+        # parts of the mesh that generate independently; running samples can move between them
         "slices": 1,
-        # copies of the weights; -1 for the devices that are left
+        # data-parallel copies of the weights; -1 for the remaining devices
         "data": 1,
-        # devices of a slice over which the weights are split in training, as they are over slices
+        # devices of a slice that shard the weights in training, in addition to slices; -1 for the
+        # rest
         "fsdp": -1,
-        # devices over which heads, feed-forward and vocabulary are split
+        # tensor parallelism: devices that split heads, feed-forward and vocabulary
         "tensor": 1,
-        # memory that a device may use, in 10^9 bytes; 0 asks the device
+        # usable memory of a device, in 10^9 bytes; 0 reads it from the device
         "device_memory_gb": 0.0,
-        # reference and reward models wait in the host's memory, and come to their devices to score
+        # offload reference and reward models to host memory except while they score
         "idle_on_host": False,
     },
-    # which devices each call of a step has: '' for those of `mesh`, all alike; 'colocated',
-    # 'interleaved' or 'disaggregated'; or a file NAME.json, as docs/how-to/plan.md says
+    # devices of each model call of a step: '' uses `mesh` for all; 'colocated', 'interleaved' or
+    # 'disaggregated'; or a file NAME.json, see docs/how-to/plan.md
     "plan": "",
-    # 'auto' takes what was measured faster: the chip's own kernel ('pallas') or plain JAX
-    # ('reference'). 'interpret' runs the TPU's kernel anywhere, slowly, to debug it.
+    # 'auto' uses the faster one by measurement: the chip's kernel ('pallas') or plain JAX
+    # ('reference'). 'interpret' runs the TPU kernel on any device, slowly, for debugging.
     "kernels": {
         # attention of the drafts over the cache
         "tree_attention": "auto",
-        # the draw at each draft, without all logits in memory; not with a top_k or 'rejection'
+        # the draw at each draft, without all logits in memory; not with top_k or 'rejection'
         "verify_head": "auto",
         # the write of accepted drafts into the cache
         "commit": "auto",
-        # log-probabilities of training and inference, without logits; not with a top_k or a split
+        # log-probabilities of training and inference, without logits; not with top_k or a split
         # vocabulary
         "logprobs": "auto",
     },
-    # folder that keeps compiled programs between runs; '' for none
+    # compilation cache: folder that keeps compiled programs between runs; '' for none
     "compilation_cache": "~/.cache/rlhf_jax/compiled",
 }
 
 
-# Keys whose values are dicts, each one value with names of the user's own.
+# Keys whose values are dicts with names of the user; each dict is one value.
 DICTS = ("reward.metrics", "data.columns", "data.template_arguments")
 
 

@@ -74,8 +74,7 @@ class Writer:
                 write_atomically(path, b"".join(line + b"\n" for line in kept), durable=True)
         self._events_folder = folder / "tensorboard"
         with writing(self._events_folder):
-            # Written anew from the lines of metrics and evaluations, which alone decide which steps
-            # stand there.
+            # Rewritten from the lines of metrics and evaluations, the only source of truth.
             self._events_folder.mkdir(exist_ok=True)
             for old in self._events_folder.glob("events.*"):
                 old.unlink()

@@ -32,8 +32,8 @@ class Measured:
 class Sender:
     """Hold back what a run measures until its checkpoint is on disk, then send it to the sinks.
 
-    So a step that is taken again after a kill is sent once, as it was taken the last time. What a
-    sink has received is in WORKDIR/sinks, so that one that is new or has failed hears the rest.
+    So a step that is repeated after a kill is sent once; most trackers keep the first version of a
+    step. The received steps are in WORKDIR/sinks, so a new or failed sink gets the missing ones.
     """
 
     def __init__(

@@ -102,6 +102,7 @@ def read_run(workdir: str | pathlib.Path) -> RunRecord:
         raise FileNotFoundError(
             f"{folder} holds neither config.json nor metrics.jsonl; name the workdir of a run."
         )
+    # The report reads only the folder; the algorithm itself may not be importable here.
     about = _document(folder / "about.json") or _document(folder / "objective.json")
     evaluations, held_out = _evaluations(folder / "evaluations.jsonl")
     metrics = list(_rows(folder / "metrics.jsonl"))
