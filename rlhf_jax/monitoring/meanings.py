@@ -66,6 +66,13 @@ MEANINGS = (
     # training
     Meaning("loss/policy", "policy loss per token, without KL and entropy"),
     Meaning("loss/value", "value loss per token", "", "falls"),
+    Meaning("loss/reward", "loss of a reward model, per pair", "", "falls below 0.69"),
+    Meaning("preference/accuracy", "share of pairs in which the chosen answer leads", "", "rises"),
+    Meaning("preference/margin", "its lead: nats of gain, or reward", "", "rises"),
+    Meaning("chosen/logprob", "log-probability of a chosen answer", "nats"),
+    Meaning("rejected/logprob", "log-probability of a rejected answer", "nats"),
+    Meaning("reward/chosen", "mean reward of chosen answers, by a reward model in training"),
+    Meaning("reward/rejected", "mean reward of rejected answers, likewise"),
     Meaning("ratio/mean", "mean ratio of new to old probability of a token", "", "near 1"),
     Meaning("ratio/max", "largest of these ratios", "", "below 10"),
     Meaning("ratio/clipped", "share of tokens whose ratio is clipped", "", "below 0.2"),
