@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlhf_jax.algorithms.dpo import DPOOptions
-from rlhf_jax.losses.preference import PREFERENCE_LOSSES, Pairs, bradley_terry
+from rlhf_jax.losses.preference import PREFERENCE_LOSSES, Pairs, bradley_terry, kto
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "preference.json").read_text())
 
@@ -31,6 +31,10 @@ def test_losses_and_gradients_are_trls(name):
             pairs = Pairs(*(side for both in sums for side in both))
             if name == "bradley_terry":
                 return bradley_terry(pairs.chosen, pairs.rejected, constants.margin).mean()
+            if name == "kto":
+                gains = jnp.concatenate(pairs.gains)
+                signs = np.repeat([1.0, -1.0], len(gains) // 2)
+                return kto(gains, signs, jnp.asarray(GOLDEN["baseline"]), constants.beta).mean()
             return PREFERENCE_LOSSES[name](pairs, constants).mean()
 
         value, gradient = jax.value_and_grad(loss)(jnp.asarray(policy))

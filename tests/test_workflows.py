@@ -42,13 +42,14 @@ GENERATES = {"data__train": "prompts.jsonl", "reward__functions": "('reward.py:v
 WORKFLOWS = {
     "sft": Workflow("supervised fine-tuning", "loss/policy"),
     "dpo": Workflow("DPO", "loss/policy"),
+    "kto": Workflow("KTO", "loss/policy"),
     "reward_model": Workflow("a reward model", "loss/reward", "reward_model"),
     "ANCHORED": Workflow(
         "GRPO with an anchor", "anchor/loss", changes=GENERATES | {"algorithm__anchor": 0.1}
     ),
     "TWO_CRITICS": Workflow("PPO", "judge/loss", changes=GENERATES),
 }
-LIKE_OTHERS = ("ANCHORED", "TWO_CRITICS")
+LIKE_OTHERS = ("ANCHORED", "TWO_CRITICS", "kto")
 
 
 def named(algorithm: str) -> str:
@@ -69,6 +70,7 @@ def words(tmp_path):
             "completion": 5 * word,
             "chosen": word + "!",
             "rejected": "no, no",
+            "label": word in "aeg",
         }
         for word in "abcdefgh"
     ]
@@ -138,6 +140,8 @@ def test_it_learns_is_killed_and_goes_on_bit_for_bit(words, tmp_path, name):
     if not workflow.changes:
         assert whole[-1][workflow.loss] < whole[0][workflow.loss] - 0.05
         assert not any(key.startswith("generation/") for line in whole for key in line)
+    if name == "kto":  # without a gain every answer costs 1 - sigmoid(0)
+        assert whole[0][workflow.loss] == pytest.approx(0.5, abs=1e-4)
     if name == "dpo":  # policy and reference begin as one
         assert whole[0][workflow.loss] == pytest.approx(np.log(2), abs=1e-4)
 
@@ -186,6 +190,14 @@ def test_the_state_behind_a_sequence_is_what_a_scalar_head_reads_at_its_end():
             "evaluation.every is 1 but data.eval is empty; give held-out prompts",
         ),
         ({"drafter__layers": 1}, "has no use for drafter.layers: clear"),
+        (
+            {"algorithm__name": "kto", "data__columns": "{'chosen': 'label'}"},
+            "two columns would be 'label'",
+        ),
+        (
+            {"algorithm__name": "kto", "data__columns": "{'label': 'other', 'chosen': 'label'}"},
+            "must have true or false in its field 'label', and has 'a!'",
+        ),
         ({"training__lag": 1}, "does not weigh samples of older weights"),
         ({"plan": "disaggregated"}, "this run generates nothing; choose 'colocated'"),
         ({"data__rows_per_step": 0}, "data.rows_per_step is 0; it must be above 0"),

@@ -52,6 +52,9 @@ class Algorithm:
     # the fields of a row of `data.train` that hold its samples: one of a demonstration, of a pair
     # the chosen and the rejected one; none where the policy writes them
     given: tuple[str, ...] = ()
+    # the field of a row that says whether its one sample is desirable. Each row then has a second
+    # sample, another row's answer to its prompt, of `preference` 0.
+    label: str = ""
     # whether samples have rewards, whose functions or models a config must then name
     rewarded: bool = True
     # how a minibatch's losses are summed where the config leaves it open: a name of AGGREGATES
@@ -66,6 +69,11 @@ class Algorithm:
     def scorers(self, config: Config) -> tuple[str, ...]:
         """Return the roles whose models score the samples of a run with this config."""
         return self.scores if isinstance(self.scores, tuple) else self.scores(config)
+
+    @property
+    def given_per_row(self) -> int:
+        """Count the samples of a row; 0 where the policy writes them."""
+        return 2 if self.label else len(self.given)
 
     def fields(self) -> tuple[dataclasses.Field, ...]:
         """Return the fields of the options."""
@@ -111,6 +119,7 @@ ALGORITHMS: Table[Algorithm | str] = Table(
         "sft": "rlhf_jax.algorithms.sft:SFT",
         "reward_model": "rlhf_jax.algorithms.reward_model:REWARD_MODEL",
         "dpo": "rlhf_jax.algorithms.dpo:DPO",
+        "kto": "rlhf_jax.algorithms.kto:KTO",
         "distill": "rlhf_jax.algorithms.distill:DISTILL",
     },
 )

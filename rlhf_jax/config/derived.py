@@ -43,7 +43,7 @@ def prompts(config: Config) -> int:
 
 def samples(config: Config) -> int:
     """Return how many samples a step has."""
-    given = len(algorithm_of(config).given)
+    given = algorithm_of(config).given_per_row
     return prompts(config) * (given or config.generation.samples_per_prompt)
 
 

@@ -76,6 +76,26 @@ def read_given(
     return prompts.take(kept, dict(dropped)), found
 
 
+def read_labels(prompts: Prompts, field: str, name: str = "data.train") -> np.ndarray:
+    """Return [rows] float32, 1 of a desirable sample and -1 of another.
+
+    Raises ValueError where a row's label is neither true nor false, or all are alike.
+    """
+    labels = [row.get(field) for row in prompts.rows]
+    for number, label in enumerate(labels):
+        if not isinstance(label, bool):
+            raise ValueError(
+                f"{name}: the row of prompt {prompts.texts[number]!r:.60} must have true or false"
+                f" in its field {field!r}, and has {label!r:.60}."
+            )
+    if len({*labels}) < 2:
+        raise ValueError(
+            f"{name} has the same {field!r} in every row: {labels[0]}; learning from labels needs"
+            " both kinds."
+        )
+    return np.array([1 if label else -1 for label in labels], np.float32)
+
+
 def _content(given: Any, field: str, where: str) -> str | list[dict[str, Any]]:
     """Return a sample's text, or its messages where it has several."""
     if isinstance(given, list):

@@ -119,6 +119,15 @@ PREFERENCE_LOSSES: dict[str, Callable[[Pairs, Constants], jax.Array]] = {
 WITHOUT_REFERENCE = ("simpo", "orpo")
 
 
+def kto(gain: jax.Array, sign: jax.Array, baseline: jax.Array, beta: float) -> jax.Array:
+    """Return 1 - sigmoid of beta times how far a gain is on its side (Ethayarajh et al. 2024).
+
+    sign: 1 of desirable answers, -1 of others. baseline: the mean gain of answers to other prompts,
+    at least 0, in nats as gains are.
+    """
+    return 1 - jax.nn.sigmoid(beta * sign * (gain - baseline))
+
+
 def bradley_terry(chosen: jax.Array, rejected: jax.Array, margin: float = 0.0) -> jax.Array:
     """Return -log sigmoid(reward of the chosen - reward of the rejected - margin).
 

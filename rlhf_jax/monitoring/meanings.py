@@ -69,6 +69,7 @@ MEANINGS = (
     Meaning("loss/reward", "loss of a reward model, per pair", "", "falls below 0.69"),
     Meaning("preference/accuracy", "share of pairs in which the chosen answer leads", "", "rises"),
     Meaning("preference/margin", "its lead: nats of gain, or reward", "", "rises"),
+    Meaning("preference/baseline", "mean gain of answers to other prompts, 0 at least", "nats"),
     Meaning("chosen/logprob", "log-probability of a chosen answer", "nats"),
     Meaning("rejected/logprob", "log-probability of a rejected answer", "nats"),
     Meaning("reward/chosen", "mean reward of chosen answers, by a reward model in training"),

@@ -39,7 +39,10 @@ COLUMNS = {
     ),
     "ended": Column("sequence", "bool", "whether a response has an end, and was not cut off"),
     "kl_weight": Column("batch", "float32", f"the price of the KL divergence, a unit {_NATS}"),
-    "preference": Column("sequence", "float32", "1 of a chosen sequence, -1 of a rejected one"),
+    "preference": Column(
+        "sequence", "float32", "1 of a chosen sequence, -1 of a rejected one, 0 of neither"
+    ),
+    "kl_baseline": Column("batch", "float32", f"what a gain is measured from, {_NATS}"),
     "advantages": Column("token", "float32", "how much better than expected the token was"),
     "returns": Column("token", "float32", "what the critic is to predict before the token"),
     # of a minibatch, which micro-batches are parts of

@@ -24,6 +24,7 @@ class GivenSamples:
 
     stream: PromptStream
     given: list[list[Given]]  # of each prompt its samples
+    labels: np.ndarray | None  # [prompts] 1 of a desirable sample and -1 of another, of one a row
     max_length: int  # tokens of the longest prompt and sample
     tokenizer: Tokenizer
 
@@ -32,7 +33,7 @@ class GivenSamples:
         del observe
         began = time.perf_counter()
         rows, position = self.stream.batches.take(state.host.position)
-        batch = sequences_of(self.stream.prompts, self.given, rows, self.max_length)
+        batch = self._sequences(rows)
         metrics = {
             "response/length_mean": float(batch.mask.sum(axis=1).mean()),
             "data/epoch": position["position"] / position["count"],
@@ -43,7 +44,10 @@ class GivenSamples:
     def longest(self, host: HostState) -> Sequences:
         """Return the samples of the next rows, which are known."""
         rows, _ = self.stream.batches.take(host.position)
-        return sequences_of(self.stream.prompts, self.given, rows, self.max_length)
+        return self._sequences(rows)
+
+    def _sequences(self, rows: np.ndarray) -> Sequences:
+        return sequences_of(self.stream.prompts, self.given, self.labels, rows, self.max_length)
 
     def _table(self, rows: np.ndarray) -> list[dict[str, str]]:
         """Return one row a sample, for people to read."""
@@ -56,18 +60,31 @@ class GivenSamples:
 
 
 def sequences_of(
-    prompts: Prompts, given: list[list[Given]], rows: np.ndarray, max_length: int
+    prompts: Prompts,
+    given: list[list[Given]],
+    labels: np.ndarray | None,
+    rows: np.ndarray,
+    max_length: int,
 ) -> Sequences:
     """Return the samples of some rows behind their prompts, those of a row as a group.
 
-    Of pairs, `preference` is 1 for the chosen one, which is first, and -1 for the other.
+    Of pairs, `preference` is 1 for the chosen one, which is first, and -1 for the other. With
+    labels [prompts] a row's sample has its own, and behind it stands the sample of the next row, of
+    preference 0.
     """
-    each = len(given[0])
-    tokens = np.zeros((len(rows) * each, max_length), np.int32)
+    if labels is None:
+        chosen = [(row, sample) for row in rows for sample in given[row]]
+        signs = np.tile(np.array([1, -1], np.float32), len(rows))
+    else:
+        others = np.roll(rows, -1)
+        pairs = zip(rows, others, strict=True)
+        chosen = [(row, given[of][0]) for row, other in pairs for of in (row, other)]
+        signs = np.stack([labels[rows], np.zeros(len(rows), np.float32)], axis=1).ravel()
+    each = len(chosen) // len(rows)
+    tokens = np.zeros((len(chosen), max_length), np.int32)
     mask = np.zeros(tokens.shape, bool)
-    for place, (row, field) in enumerate((row, field) for row in rows for field in range(each)):
+    for place, (row, sample) in enumerate(chosen):
         start = len(prompts.tokens[row])
-        sample = given[row][field]
         end = start + len(sample.tokens)
         tokens[place, :start] = prompts.tokens[row]
         tokens[place, start:end] = sample.tokens
@@ -75,7 +92,4 @@ def sequences_of(
     batch = Sequences(tokens, mask, np.repeat(np.arange(len(rows), dtype=np.int32), each))
     ids = np.repeat(rows, each) * each + np.tile(np.arange(each), len(rows))
     batch = batch.with_columns(sample_ids=ids.astype(np.uint32))
-    if each == 1:
-        return batch
-    signs = np.tile(np.array([1, -1], np.float32), len(rows))
-    return batch.with_columns(preference=signs)
+    return batch if each == 1 else batch.with_columns(preference=signs)

@@ -3,7 +3,7 @@
     python tests/golden/make_preference.py        # with trl 1.16.0, torch 2.13.0
 
 dpo, robust, ipo and hinge are those of `DPOTrainer._compute_loss`, which is given a stub of a
-model; cdpo and simpo of `CPOTrainer.cpo_loss`; orpo, which TRL computes in float32, and
+model; cdpo and simpo of `CPOTrainer.cpo_loss`; orpo, which TRL computes in float32, kto and
 Bradley-Terry are written in torch.
 """
 
@@ -25,6 +25,7 @@ TOKENS = 9
 BETA = 0.3
 SMOOTHING = 0.1
 MARGIN = 0.7
+BASELINE = 0.2
 
 
 def main() -> None:
@@ -36,7 +37,7 @@ def main() -> None:
     policy = torch.where(mask, -2.5 * torch.rand(2 * PAIRS, TOKENS) - 0.01, 0.0)
     reference = torch.where(mask, -2.5 * torch.rand(2 * PAIRS, TOKENS) - 0.01, 0.0)
     found = {}
-    for name in ("dpo", "cdpo", "robust", "ipo", "hinge", "simpo", "orpo", "bradley_terry"):
+    for name in ("dpo", "cdpo", "robust", "ipo", "hinge", "simpo", "orpo", "bradley_terry", "kto"):
         given = policy.clone().requires_grad_()
         loss = LOSSES.get(name, functools_of(name))(given, reference, mask)
         loss.backward()
@@ -46,6 +47,7 @@ def main() -> None:
         "beta": BETA,
         "label_smoothing": SMOOTHING,
         "margin": MARGIN,
+        "baseline": BASELINE,
         "mask": mask.tolist(),
         "policy": policy.tolist(),
         "reference": reference.tolist(),
@@ -143,7 +145,24 @@ def bradley_terry(policy, reference, mask):
     return -F.logsigmoid(chosen - rejected - MARGIN).mean()
 
 
+def kto(policy, reference, mask):
+    """Return KTO's loss of the first half as desirable answers and of the others, in torch.
+
+    (`KTOTrainer` computes the same lines within a forward pass.) The baseline is a constant.
+    """
+    del mask
+    desirable, undesirable = (policy - reference).sum(1).chunk(2)
+    losses = torch.cat(
+        (
+            1 - torch.sigmoid(BETA * (desirable - BASELINE)),
+            1 - torch.sigmoid(BETA * (BASELINE - undesirable)),
+        )
+    )
+    return losses.mean()
+
+
 LOSSES = {
+    "kto": kto,
     "cdpo": cpo("sigmoid", SMOOTHING),
     "simpo": cpo("simpo", 0.0),
     "orpo": orpo,
