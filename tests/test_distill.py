@@ -359,7 +359,7 @@ def configured(**changes):
     [
         (
             {"algorithm__name": "both"},
-            "algorithm.name is 'both'; it must be one of grpo, ppo, distill",
+            "algorithm.name is 'both'; it must be one of grpo, ppo, sft",
         ),
         ({"algorithm__name": "distill"}, "drafter.layers is 0; it must be above 0"),
         (

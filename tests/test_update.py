@@ -470,7 +470,7 @@ def test_the_gradient_is_split_as_the_weights_are(small, loss):
     wanted = model_shardings(gradient.weights, layout)
     for leaf, place in zip(jax.tree.leaves(gradient.weights), jax.tree.leaves(wanted), strict=True):
         assert leaf.sharding.is_equivalent_to(place, leaf.ndim)
-    assert not cast(Any, gradient.weights.layers).down.sharding.is_fully_replicated
+    assert not cast(Any, gradient.weights.layers)["down"].sharding.is_fully_replicated
 
 
 def memory_of(program) -> Any:
