@@ -209,7 +209,7 @@ def compare(
     texts = Table("prompt", "before", "after", box=box.SIMPLE_HEAD, show_lines=True, expand=True)
     for row in samples:
         texts.add_row(*(Text(" ".join(cell.split()), overflow="fold") for cell in row))
-    (console or Console()).print(numbers, texts)
+    (console or Console()).print(numbers, *([texts] if samples else []))
 
 
 def table(headings: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> None:
