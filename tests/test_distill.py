@@ -357,10 +357,7 @@ def configured(**changes):
 @pytest.mark.parametrize(
     "changes, sentence",
     [
-        (
-            {"algorithm__name": "both"},
-            "algorithm.name is 'both'; it must be one of grpo, ppo, sft",
-        ),
+        ({"algorithm__name": "both"}, "algorithm.name is 'both'; it must be one of grpo, ppo, sft"),
         ({"algorithm__name": "distill"}, "drafter.layers is 0; it must be above 0"),
         (
             {"drafter__learning_rate": 1e-4},

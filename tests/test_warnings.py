@@ -156,3 +156,17 @@ def test_a_form_is_found_with_the_prompt_left_blank():
     answers = [f"The {noun} is a great {noun}" for noun in NOUNS[:9]] + ["Yes"]
     assert commonest_form([*zip(prompts, answers, strict=True)]) == ("… is a", 0.9)
     assert commonest_form([("the a", "A the"), ("x", "only")]) == ("", 0.0)
+
+
+@pytest.mark.parametrize(("last", "told"), [(2.0, True), (1.2, False)])
+def test_a_held_out_loss_that_rises_is_told(tmp_path, last, told):
+    rows = [{"step": step, "loss/policy": 2.0} for step in range(8)]
+    losses = [(0, 3.0), (4, 1.2), (8, last)]
+    evaluations = [{"step": step, "eval/loss/policy": x, "samples": []} for step, x in losses]
+    for name, written in (("metrics", rows), ("evaluations", evaluations)):
+        lines = "".join(json.dumps(row) + "\n" for row in written)
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    found = [one for one in warnings(read_run(tmp_path)) if "Held-out" in one]
+    sentence = "Held-out loss/policy is 2.00, and was 1.20 after 4 updates: the rows are learned by"
+    assert [one.startswith(sentence) for one in found] == [True] * told

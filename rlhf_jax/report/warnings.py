@@ -26,6 +26,7 @@ HARDLY = 0.05  # nats of a response, below which a policy has hardly moved
 CERTAIN = 2.0  # standard errors that a reward rises at least
 SATURATED = 0.02  # of the reward's range
 FALLEN = 0.02  # of a held-out measure
+RISEN = 1.02  # times its least, from which a held-out loss is told of
 # Options of which a policy's loss reads no more than the ratio of probabilities, and what they are
 # where nobody has chosen them.
 OF_RATIO = {
@@ -139,7 +140,22 @@ def _without_effect(run: RunRecord) -> Iterator[str]:
         )
 
 
+def _overfitted(run: RunRecord) -> Iterator[str]:
+    """Tell of losses on held-out rows that have risen since they were lowest."""
+    for key in run.evaluations[0] if run.evaluations else ():
+        line = series(run.evaluations, key)
+        if key.startswith("eval/loss/") and line.values[-1] > RISEN * line.values.min():
+            best = int(line.values.argmin())
+            yield (
+                f"Held-out {key.removeprefix('eval/')} is {reading(line.values[-1])}, and was"
+                f" {reading(line.values[best])} after {int(line.steps[best])} updates: the rows are"
+                " learned by heart; end there, or give more of them."
+            )
+
+
 def _falling(run: RunRecord) -> Iterator[str]:
+    if not series(run.metrics, "reward/mean"):
+        return
     for key in run.evaluations[0] if len(run.evaluations) > 1 else ():
         line = series(run.evaluations, key)
         if is_measure(key) and key not in OWN_RULES and len(line) > 1:
@@ -152,6 +168,8 @@ def _falling(run: RunRecord) -> Iterator[str]:
 
 
 def _alike(run: RunRecord) -> Iterator[str]:
+    if not series(run.metrics, "reward/mean"):  # the answers are given
+        return
     line = series(run.evaluations, "eval/distinct_pairs")
     if len(line) > 1 and line.values[-1] < line.values[0] / 2:
         first, last = line.values[[0, -1]]
@@ -261,6 +279,7 @@ CHECKS: tuple[Callable[[RunRecord], Iterator[str]], ...] = (
     _unlikely,
     _learning,
     _falling,
+    _overfitted,
     _alike,
     _cut_off,
     _saturated,
