@@ -33,7 +33,7 @@ def test_losses_and_gradients_are_trls(name):
                 return bradley_terry(pairs.chosen, pairs.rejected, constants.margin).mean()
             if name == "kto":
                 gains = jnp.concatenate(pairs.gains)
-                signs = np.repeat([1.0, -1.0], len(gains) // 2)
+                signs = jnp.asarray(np.repeat([1.0, -1.0], len(gains) // 2))
                 return kto(gains, signs, jnp.asarray(GOLDEN["baseline"]), constants.beta).mean()
             return PREFERENCE_LOSSES[name](pairs, constants).mean()
 
