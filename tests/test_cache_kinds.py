@@ -147,6 +147,9 @@ class NarrowCache(ContiguousCache):
         return NarrowCache(super().rows_out(rows, slots).layers)
 
 
+LIKE_OTHERS = [pytest.mark.slow, pytest.mark.long]
+
+
 @pytest.fixture(autouse=True)
 def kinds(monkeypatch):
     """The two kinds have names."""
@@ -182,7 +185,7 @@ def test_text_is_that_of_another_kind_where_arithmetic_is(plain_text):
     assert max(apart) > 1e-4
 
 
-@pytest.mark.parametrize("kind", ["paged", "narrow"])
+@pytest.mark.parametrize("kind", ["paged", pytest.param("narrow", marks=LIKE_OTHERS)])
 def test_rows_move_between_slices_with_their_keys(target, drafter, kind, plain_text):
     """A plan moves samples at random: rows leave one cache, and come into another."""
     shuffled = Shuffled(seed=2)
@@ -194,7 +197,9 @@ def test_rows_move_between_slices_with_their_keys(target, drafter, kind, plain_t
     assert texts(found) == texts(plain_text(kind))
 
 
-@pytest.mark.parametrize("strategy", ["lookup-chain-2", "model-chain-2"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("lookup-chain-2", marks=LIKE_OTHERS), "model-chain-2"]
+)
 def test_a_stage_finds_its_programs_compiled(target, drafter, strategy, compilations):
     """Those of a batch that shrinks, too, of which nothing but the kind knows the shapes."""
     layout = Layout(cache="paged")

@@ -49,7 +49,7 @@ WORKFLOWS = {
     ),
     "TWO_CRITICS": Workflow("PPO", "judge/loss", changes=GENERATES),
 }
-LIKE_OTHERS = ("ANCHORED", "TWO_CRITICS", "kto")
+LIKE_OTHERS = ("ANCHORED", "TWO_CRITICS", "dpo", "kto")
 
 
 def named(algorithm: str) -> str:
