@@ -8,6 +8,7 @@ its copies. Rows of a batch lie over slices x data x fsdp; those of a pipeline o
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import math
@@ -43,12 +44,12 @@ AnyMesh = Mesh | AbstractMesh
 FLOAT32 = np.dtype(np.float32)
 
 
-class OwnSpecs:
+class OwnSpecs(abc.ABC):
     """Be a part of a row-first tree that says itself how it lies: by more than its rows."""
 
+    @abc.abstractmethod
     def specs(self) -> Any:
         """Return the mesh axes of each dimension of each leaf, a tuple in the leaf's place."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -121,3 +121,11 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, tmp_path):
     )
     with pytest.raises(ValueError, match="writes earlier ones otherwise once there are later ones"):
         given(forgets, tmp_path, "completion", messages=[USER, ANSWER, MORE, LAST])
+
+
+def test_labels_of_one_kind_are_refused(tokenizer, tmp_path):
+    row = json.dumps({"prompt": "a", "completion": "b", "label": True}) + "\n"
+    (tmp_path / "rows.jsonl").write_text(2 * row)
+    asked = prompts.tokenize(rows.read(tmp_path / "rows.jsonl"), tokenizer, "", 100)
+    with pytest.raises(ValueError, match="the same 'label' in every row; learning from labels"):
+        read_given(asked, ["completion"], tokenizer, (1,), max_response_tokens=200, label="label")

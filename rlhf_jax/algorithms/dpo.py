@@ -45,16 +45,19 @@ def preferred(terms: GroupTerms) -> Share:
     tokens = terms.per_sequence(jnp.ones_like(terms.scores))
     policy = terms.per_sequence(terms.scores)
     known = jnp.zeros_like(policy) if reference is None else terms.per_sequence(reference)
-    sides = [
-        terms.per_group(jnp.where(side, x, 0.0))
-        for x in (policy, known, jnp.maximum(tokens, 1.0))
+    chosen, rejected = (
+        [terms.per_group(jnp.where(side, x, 0.0)) for x in (policy, known, tokens)]
         for side in (signs > 0, signs < 0)
-    ]
-    # where a line has no group, numbers that any loss takes
-    sides = [jnp.where(terms.present, side, -1.0) for side in sides[:4]] + [
-        jnp.where(terms.present, side, 1.0) for side in sides[4:]
-    ]
-    pairs = Pairs(*sides)
+    )
+    pairs = Pairs(
+        chosen[0],
+        rejected[0],
+        reference_chosen=chosen[1],
+        reference_rejected=rejected[1],
+        # where a line has no group there is no token to divide by
+        chosen_tokens=jnp.maximum(chosen[2], 1.0),
+        rejected_tokens=jnp.maximum(rejected[2], 1.0),
+    )
     losses = PREFERENCE_LOSSES[options.loss](pairs, options)
     margin = pairs.chosen - pairs.rejected if reference is None else pairs.margin
     means = {

@@ -35,7 +35,7 @@ class Window(OwnSpecs):
         return jax.tree.map(lambda _: HEADS_SPEC, self)
 
 
-class KVCache(OwnSpecs, abc.ABC):
+class KVCache(OwnSpecs):
     """Hold the keys and values of a model's committed tokens, some slots for each of B rows.
 
     A kind is a subclass and a pytree (`flax.struct.dataclass`), by its name in

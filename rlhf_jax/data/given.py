@@ -22,6 +22,8 @@ class Given(NamedTuple):
 
     tokens: np.ndarray  # [R] int32
     learned: np.ndarray  # [R] bool, the tokens that are learned from
+    # 1 of a chosen or desirable sample, -1 of a rejected or undesirable one, 0 of a demonstration
+    preference: float = 0.0
 
 
 def read_given(
@@ -32,13 +34,15 @@ def read_given(
     max_response_tokens: int,
     template_arguments: Mapping[str, Any] = {},
     name: str = "data.train",
+    label: str = "",
 ) -> tuple[Prompts, list[list[Given]]]:
     """Encode the samples that rows give in some fields, and leave out rows where one is too long.
 
     Returns the prompts that are left, and of each its samples in the fields' order. A text ends
     with the token that the chat template writes after an answer; without one with the first of
-    `stop_tokens`. Raises ValueError, which begins with `name`, where a row lacks a sample, two
-    samples of a row are equal, or nothing is left.
+    `stop_tokens`. label: the field that says of a row's one sample whether it is desirable. Raises
+    ValueError, which begins with `name`, where a row lacks a sample or label, two samples of a row
+    are equal, all labels are, or nothing is left.
     """
     if not fields:
         return prompts, []
@@ -63,6 +67,10 @@ def read_given(
             else:
                 chat = prompts.messages[number]
                 samples.append(_turns(tokenizer, chat, content, turn, template_arguments, where))
+        if label:
+            samples = [samples[0]._replace(preference=_sign(row.get(label), label, where))]
+        elif len(fields) > 1:
+            samples = [samples[0]._replace(preference=1.0), samples[1]._replace(preference=-1.0)]
         if max(len(sample.tokens) for sample in samples) > max_response_tokens:
             dropped[f"with a sample longer than {max_response_tokens} tokens"] += 1
         else:
@@ -73,27 +81,20 @@ def read_given(
             f"No row of {name} is left: a sample of each is longer than {max_response_tokens}"
             " tokens; raise data.max_response_tokens."
         )
+    if label and len({own.preference for (own,) in found}) < 2:
+        raise ValueError(
+            f"{name} has the same {label!r} in every row; learning from labels needs both kinds."
+        )
     return prompts.take(kept, dict(dropped)), found
 
 
-def read_labels(prompts: Prompts, field: str, name: str = "data.train") -> np.ndarray:
-    """Return [rows] float32, 1 of a desirable sample and -1 of another.
-
-    Raises ValueError where a row's label is neither true nor false, or all are alike.
-    """
-    labels = [row.get(field) for row in prompts.rows]
-    for number, label in enumerate(labels):
-        if not isinstance(label, bool):
-            raise ValueError(
-                f"{name}: the row of prompt {prompts.texts[number]!r:.60} must have true or false"
-                f" in its field {field!r}, and has {label!r:.60}."
-            )
-    if len({*labels}) < 2:
+def _sign(label: Any, field: str, where: str) -> float:
+    """Return 1 of a sample that is desirable, and -1 of another."""
+    if not isinstance(label, bool):
         raise ValueError(
-            f"{name} has the same {field!r} in every row: {labels[0]}; learning from labels needs"
-            " both kinds."
+            f"{where} must have true or false in its field {field!r}, and has {label!r:.60}."
         )
-    return np.array([1 if label else -1 for label in labels], np.float32)
+    return 1.0 if label else -1.0
 
 
 def _content(given: Any, field: str, where: str) -> str | list[dict[str, Any]]:

@@ -187,6 +187,7 @@ def _read_samples(config: Config, policy: Source, key: str) -> tuple[Prompts, li
         config.data.max_response_tokens,
         config.data.template_arguments.to_dict(),
         name=f"data.{key}",
+        label=algorithm_of(config).label,
     )
 
 

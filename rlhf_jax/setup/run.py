@@ -10,9 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from rlhf_jax.config import derived
-from rlhf_jax.config.algorithms import algorithm_of
 from rlhf_jax.data.batches import PromptStream
-from rlhf_jax.data.given import read_labels
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.generation.requests import GenerationConfig
 from rlhf_jax.generation.speculative.sampling import Sampling
@@ -60,16 +58,10 @@ def make_run(
     source: SampleSource
     if opened.given:
         length = derived.text_tokens(config)
-        label = algorithm_of(config).label
-        labels = read_labels(opened.prompts, label) if label else None
-        tokenizer = opened.policy.tokenizer
-        source = GivenSamples(stream, opened.given, labels, length, tokenizer)
+        source = GivenSamples(stream, opened.given, length, opened.policy.tokenizer)
         if opened.held_out is not None:
             every = np.arange(len(opened.held_out))
-            labels = read_labels(opened.held_out, label, "data.eval") if label else None
-            held_out = sequences_of(
-                opened.held_out, opened.held_out_given, labels, every, max_length=length
-            )
+            held_out = sequences_of(opened.held_out, opened.held_out_given, every, length)
     else:
         generation = settings.generation_settings(opened, programs)
         rewards = _rewards(opened, stack, alive)

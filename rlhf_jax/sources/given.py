@@ -24,7 +24,6 @@ class GivenSamples:
 
     stream: PromptStream
     given: list[list[Given]]  # of each prompt its samples
-    labels: np.ndarray | None  # [prompts] 1 of a desirable sample and -1 of another, of one a row
     max_length: int  # tokens of the longest prompt and sample
     tokenizer: Tokenizer
 
@@ -47,7 +46,7 @@ class GivenSamples:
         return self._sequences(rows)
 
     def _sequences(self, rows: np.ndarray) -> Sequences:
-        return sequences_of(self.stream.prompts, self.given, self.labels, rows, self.max_length)
+        return sequences_of(self.stream.prompts, self.given, rows, self.max_length)
 
     def _table(self, rows: np.ndarray) -> list[dict[str, str]]:
         """Return one row a sample, for people to read."""
@@ -60,26 +59,18 @@ class GivenSamples:
 
 
 def sequences_of(
-    prompts: Prompts,
-    given: list[list[Given]],
-    labels: np.ndarray | None,
-    rows: np.ndarray,
-    max_length: int,
+    prompts: Prompts, given: list[list[Given]], rows: np.ndarray, max_length: int
 ) -> Sequences:
     """Return the samples of some rows behind their prompts, those of a row as a group.
 
-    Of pairs, `preference` is 1 for the chosen one, which is first, and -1 for the other. With
-    labels [prompts] a row's sample has its own, and behind it stands the sample of the next row, of
-    preference 0.
+    Behind a row's one sample that is desirable or not stands that of the next row, of preference 0.
     """
-    if labels is None:
-        chosen = [(row, sample) for row in rows for sample in given[row]]
-        signs = np.tile(np.array([1, -1], np.float32), len(rows))
-    else:
-        others = np.roll(rows, -1)
-        pairs = zip(rows, others, strict=True)
-        chosen = [(row, given[of][0]) for row, other in pairs for of in (row, other)]
-        signs = np.stack([labels[rows], np.zeros(len(rows), np.float32)], axis=1).ravel()
+    chosen = []
+    for row, other in zip(rows, np.roll(rows, -1), strict=True):
+        chosen += [(row, sample) for sample in given[row]]
+        if len(given[row]) == 1 and given[row][0].preference:
+            chosen.append((row, given[other][0]._replace(preference=0.0)))
+    signs = np.array([sample.preference for _, sample in chosen], np.float32)
     each = len(chosen) // len(rows)
     tokens = np.zeros((len(chosen), max_length), np.int32)
     mask = np.zeros(tokens.shape, bool)
