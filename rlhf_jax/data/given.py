@@ -67,10 +67,10 @@ def read_given(
             else:
                 chat = prompts.messages[number]
                 samples.append(_turns(tokenizer, chat, content, turn, template_arguments, where))
-        if label:
-            samples = [samples[0]._replace(preference=_sign(row.get(label), label, where))]
-        elif len(fields) > 1:
-            samples = [samples[0]._replace(preference=1.0), samples[1]._replace(preference=-1.0)]
+        signs = _preferences(row, len(fields), label, where)
+        samples = [
+            sample._replace(preference=sign) for sample, sign in zip(samples, signs, strict=True)
+        ]
         if max(len(sample.tokens) for sample in samples) > max_response_tokens:
             dropped[f"with a sample longer than {max_response_tokens} tokens"] += 1
         else:
@@ -88,13 +88,18 @@ def read_given(
     return prompts.take(kept, dict(dropped)), found
 
 
-def _sign(label: Any, field: str, where: str) -> float:
-    """Return 1 of a sample that is desirable, and -1 of another."""
-    if not isinstance(label, bool):
+def _preferences(row: dict[str, Any], count: int, label: str, where: str) -> list[float]:
+    """Return `Given.preference` of each of a row's samples."""
+    if count > 1:
+        return [1.0, -1.0]
+    if not label:
+        return [0.0]
+    desirable = row.get(label)
+    if not isinstance(desirable, bool):
         raise ValueError(
-            f"{where} must have true or false in its field {field!r}, and has {label!r:.60}."
+            f"{where} must have true or false in its field {label!r}, and has {desirable!r:.60}."
         )
-    return 1.0 if label else -1.0
+    return [1.0 if desirable else -1.0]
 
 
 def _content(given: Any, field: str, where: str) -> str | list[dict[str, Any]]:
