@@ -40,8 +40,8 @@ from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.round import run_round
 from rlhf_jax.generation.speculative.sampling import UNTRUNCATED
 from rlhf_jax.mesh import Layout
-from rlhf_jax.model import transformer
-from rlhf_jax.model.shardings import model_shardings
+from rlhf_jax.models import transformer
+from rlhf_jax.models.shardings import model_shardings
 from rlhf_jax.planner.hardware import parse_hardware
 from rlhf_jax.planner.search.collectives import find_collectives
 from rlhf_jax.planner.topology import compiler_version, topology_devices

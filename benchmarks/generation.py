@@ -30,8 +30,8 @@ from rlhf_jax.generation.requests import GenerationConfig, GenerationCounts, Req
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.mesh import Layout, make_mesh
-from rlhf_jax.model.kernels import shape_of
-from rlhf_jax.model.weights.source import Source, open_source
+from rlhf_jax.models.files.source import Source, open_source
+from rlhf_jax.models.kernels import shape_of
 
 TEXT = (
     "The lighthouse keeper climbed the stairs every evening, lit the lamp, and wrote the weather "

@@ -34,7 +34,7 @@ from rlhf_jax.generation.speculative.tree import PLAIN
 from rlhf_jax.generation.strategy import candidates, prior
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.mesh import Layout, make_mesh
-from rlhf_jax.model.transformer import init
+from rlhf_jax.models.transformer import init
 from rlhf_jax.runtime.compilation import Programs
 from rlhf_jax.types import Emission, ModelConfig, ModelConfigs
 

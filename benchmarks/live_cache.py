@@ -31,7 +31,7 @@ from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.round import run_round
 from rlhf_jax.generation.speculative.sampling import UNTRUNCATED
 from rlhf_jax.mesh import Layout
-from rlhf_jax.model.weights.source import open_source
+from rlhf_jax.models.files.source import open_source
 from rlhf_jax.types import Model
 
 CONTENDERS = {"reference": REFERENCE, "cpu": Kernels(tree_attention="cpu")}

@@ -9,8 +9,8 @@ mode, median_ms or mean_ms); at most 64 rows of it run at once, the other sample
 drawn from a table of percentiles (`--lengths`); prompts have its mean. Without these options the
 tables are those of benchmarks/tables. All policies but `plain` take the draft length of each
 round that is best for the rows then live. Our policy is the planner that runs for real,
-`rlhf_jax.reallocation`, which knows the lengths (`oracle`), the true lengths times log-normal noise
-of that sigma as an earlier roll-out would tell them (`noisy:0.5`), the lengths of siblings that
+`rlhf_jax.generation.reallocation`, which knows the lengths (`oracle`), the true lengths times
+log-normal noise of that sigma as an earlier roll-out would tell them (`noisy:0.5`), the lengths of siblings that
 ended (`siblings`, 8 of a prompt), or just the lengths of the stage before and each sample's length
 so far (`none`). What noise or siblings are worth it learns in the stage before, in which noise was
 `--wrong`; with `--first` there is no stage before. `packing` is what could be had with all known
@@ -32,6 +32,9 @@ import math
 import numpy as np
 
 from benchmarks.latency_table import LATENCY_TABLE, Points, rates_of, read_table
+from rlhf_jax.generation.reallocation import forecasts, length_model
+from rlhf_jax.generation.reallocation.forecasts import LengthForecasts, PromptLengths
+from rlhf_jax.generation.reallocation.planner import Reallocation
 from rlhf_jax.planner.placing import (
     Predict,
     by_siblings,
@@ -52,9 +55,6 @@ from rlhf_jax.planner.simulated_stage import (
     simulate,
 )
 from rlhf_jax.planner.worth_of_moves import lower_bound
-from rlhf_jax.reallocation import forecasts, length_model
-from rlhf_jax.reallocation.forecasts import LengthForecasts, PromptLengths
-from rlhf_jax.reallocation.planner import Reallocation
 
 STRIDE = 128  # tokens after which a packed slice's rate follows the context
 PRECISION = 0.003  # of the deadline of a packing

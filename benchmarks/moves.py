@@ -42,9 +42,9 @@ from rlhf_jax import mesh as meshes
 from rlhf_jax.cache.state import DecodeState
 from rlhf_jax.config import command_line
 from rlhf_jax.generation import rows as row_verbs
+from rlhf_jax.generation.reallocation import row_transfer
 from rlhf_jax.mesh import Layout
-from rlhf_jax.model.transformer import init, unstack
-from rlhf_jax.reallocation import row_transfer
+from rlhf_jax.models.transformer import init, unstack
 from rlhf_jax.runtime import distributed, joining, signing
 from rlhf_jax.types import ModelConfig
 

@@ -19,7 +19,7 @@ import json
 
 import numpy as np
 
-from rlhf_jax.model.attention import QUERY_BLOCK
+from rlhf_jax.models.attention import QUERY_BLOCK
 from rlhf_jax.planner.response_lengths import LENGTHS_TABLE, draw_lengths, read_percentiles
 from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.sequences.packing import Extent, Packed, pack, padding_share

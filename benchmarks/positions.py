@@ -29,7 +29,7 @@ from rlhf_jax.generation.strategy.acceptance import BAND_EDGES, BANDS, CLASSES, 
 from rlhf_jax.generation.strategy.predict import Situation
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.mesh import ONE_DEVICE
-from rlhf_jax.model.weights.source import open_source
+from rlhf_jax.models.files.source import open_source
 from rlhf_jax.types import ModelConfigs
 
 ASKED = (

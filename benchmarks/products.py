@@ -19,7 +19,7 @@ import time
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.model.weight import OutputFirst, product
+from rlhf_jax.models.weight import OutputFirst, product
 
 LAYERS = 30
 

@@ -52,8 +52,8 @@ from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.inference.scoring import ScoringSettings, score
 from rlhf_jax.losses.advantages import EstimatorConfig
 from rlhf_jax.mesh import Layout, make_mesh
-from rlhf_jax.model.transformer import forward, logits
-from rlhf_jax.model.weights.source import Source, open_source
+from rlhf_jax.models.files.source import Source, open_source
+from rlhf_jax.models.transformer import forward, logits
 from rlhf_jax.sequences.packing import Extent
 from rlhf_jax.training.distill import DISTILLATION, Distillation, distill, forward_kl, student_of
 from rlhf_jax.training.experience import AdvantageConfig, compute_advantages

@@ -38,9 +38,9 @@ from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.stage import KEPT_ACCEPTANCE
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.mesh import Layout
-from rlhf_jax.model.attention import causal_on
-from rlhf_jax.model.transformer import forward, logits
-from rlhf_jax.model.weights.source import Source, open_source
+from rlhf_jax.models.attention import causal_on
+from rlhf_jax.models.files.source import Source, open_source
+from rlhf_jax.models.transformer import forward, logits
 from rlhf_jax.types import Model
 
 KINDS = "otter", "eagle", "salmon", "beetle", "tortoise", "heron", "badger", "lynx", "toad", "crane"

@@ -27,15 +27,15 @@ from benchmarks.generation import TEXT
 from rlhf_jax.generation.assignment import STATIC, AssignmentPolicy
 from rlhf_jax.generation.decoding import decoding_weights
 from rlhf_jax.generation.engine import generate
+from rlhf_jax.generation.reallocation import length_model, planner
+from rlhf_jax.generation.reallocation.length_model import Lengths
+from rlhf_jax.generation.reallocation.planner import ClusterView, Reallocation
 from rlhf_jax.generation.requests import GenerationConfig, GenerationCounts, Request
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.speculative.tree import PLAIN
 from rlhf_jax.mesh import Layout, make_mesh
-from rlhf_jax.model.weights.source import open_source
+from rlhf_jax.models.files.source import open_source
 from rlhf_jax.planner.response_lengths import draw_lengths, read_percentiles
-from rlhf_jax.reallocation import length_model, planner
-from rlhf_jax.reallocation.length_model import Lengths
-from rlhf_jax.reallocation.planner import ClusterView, Reallocation
 from rlhf_jax.setup.models import load
 
 PROMPT = 16  # tokens of every prompt

@@ -40,7 +40,7 @@ from typing import NamedTuple
 
 from benchmarks.compare import SETTLE_SECONDS, Worker, ask, cpu_name, receive, spread
 from rlhf_jax.data.tokenizer import Tokenizer
-from rlhf_jax.model.weights.source import open_source
+from rlhf_jax.models.files.source import open_source
 from rlhf_jax.runtime.foreign import read_json
 
 PEERS = ("trl", "tunix")

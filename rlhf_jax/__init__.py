@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from rlhf_jax.losses.advantages import register as register_estimator
     from rlhf_jax.losses.policy import LossTerms, aggregated_by
     from rlhf_jax.mesh import Layout, make_mesh
-    from rlhf_jax.model.families import Family
-    from rlhf_jax.model.families import register as register_family
-    from rlhf_jax.model.transformer import unstack
-    from rlhf_jax.model.weights.source import open_source
+    from rlhf_jax.models.families import Family
+    from rlhf_jax.models.families import register as register_family
+    from rlhf_jax.models.files.source import open_source
+    from rlhf_jax.models.transformer import unstack
     from rlhf_jax.monitoring.callbacks import Callback
     from rlhf_jax.rewards.sources import RewardSource
     from rlhf_jax.rewards.sources import register as register_reward_source
@@ -134,8 +134,8 @@ _PLACES = {
     "make_mesh": "mesh",
     # Weights.
     "decoding_weights": "generation.decoding",
-    "open_source": "model.weights.source",
-    "unstack": "model.transformer",
+    "open_source": "models.files.source",
+    "unstack": "models.transformer",
     # Generation.
     "GenerationConfig": "generation.requests",
     "Request": "generation.requests",
@@ -181,14 +181,14 @@ _PLACES = {
     "option": "config.algorithms",
     "Drafter": "generation.speculative.protocol",
     "Estimator": "losses.advantages",
-    "Family": "model.families",
+    "Family": "models.families",
     "LossTerms": "losses.policy",
     "RewardSource": "rewards.sources",
     "aggregated_by": "losses.policy",
     "of_samples": "losses.advantages",
     "register_drafter": "generation.speculative.protocol:register",
     "register_estimator": "losses.advantages:register",
-    "register_family": "model.families:register",
+    "register_family": "models.families:register",
     "register_algorithm": "config.algorithms:register",
     "register_reward_source": "rewards.sources:register",
 }

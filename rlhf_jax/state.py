@@ -10,12 +10,12 @@ import numpy as np
 
 from rlhf_jax.generation.ahead import SamplesAhead
 from rlhf_jax.generation.history import History
+from rlhf_jax.generation.reallocation import forecasts
+from rlhf_jax.generation.reallocation.forecasts import LengthForecasts, PromptLengths
 from rlhf_jax.generation.requests import GenerationCounts, RoundReport, Sample
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.monitoring.parts import PhaseParts
 from rlhf_jax.placement.pipelined import StageTimes
-from rlhf_jax.reallocation import forecasts
-from rlhf_jax.reallocation.forecasts import LengthForecasts, PromptLengths
 from rlhf_jax.types import Models
 
 # What the lengths of earlier responses weigh once the policy has moved, as a factor.

@@ -23,7 +23,7 @@ from rlhf_jax.generation.strategy import prior
 from rlhf_jax.inference.scoring import score
 from rlhf_jax.memory import host
 from rlhf_jax.memory import parts as memory_parts
-from rlhf_jax.model.weights import huggingface
+from rlhf_jax.models.files import huggingface
 from rlhf_jax.monitoring import console, metrics
 from rlhf_jax.monitoring.callbacks import Callback
 from rlhf_jax.placement.plan import training_layout

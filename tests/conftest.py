@@ -29,7 +29,7 @@ import jax
 import pytest
 import soon
 
-from rlhf_jax.model.transformer import init, unstack
+from rlhf_jax.models.transformer import init, unstack
 from rlhf_jax.types import Model, ModelConfig
 
 # Tracing makes many objects and few cycles; looking for them takes a seventh of all time else.

@@ -24,6 +24,7 @@ from tiny_run import CONFIG
 from pallas_kernels.dispatch import Kernels
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation.assignment import AssignmentPolicy
+from rlhf_jax.generation.reallocation.planner import WAITS, ClusterView, Reallocation
 from rlhf_jax.generation.requests import GenerationConfig, Request, Sample, as_sequences
 from rlhf_jax.generation.slice_groups import slice_group_of
 from rlhf_jax.generation.speculative.sampling import Sampling
@@ -32,10 +33,9 @@ from rlhf_jax.generation.stage import GenerationSettings, generate_samples
 from rlhf_jax.inference.overlap import Scoring, ScoringQueue
 from rlhf_jax.inference.scoring import Scored, dispatch_scores
 from rlhf_jax.mesh import Layout
-from rlhf_jax.model.shardings import model_shardings
-from rlhf_jax.model.transformer import init, unstack
-from rlhf_jax.model.weights.source import open_source
-from rlhf_jax.reallocation.planner import WAITS, ClusterView, Reallocation
+from rlhf_jax.models.files.source import open_source
+from rlhf_jax.models.shardings import model_shardings
+from rlhf_jax.models.transformer import init, unstack
 from rlhf_jax.rewards.combination import Response
 from rlhf_jax.rewards.models import RewardModel, model_scorer
 from rlhf_jax.runtime import distributed, joining

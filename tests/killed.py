@@ -25,9 +25,9 @@ from pathlib import Path
 from tiny_stage import Shuffled
 
 from rlhf_jax import session
-from rlhf_jax.model.weights import huggingface
+from rlhf_jax.generation.reallocation import row_transfer
+from rlhf_jax.models.files import huggingface
 from rlhf_jax.monitoring import metrics, sending
-from rlhf_jax.reallocation import row_transfer
 from rlhf_jax.setup import settings
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -38,8 +38,8 @@ from rlhf_jax.generation.strategy.choice import Choice
 from rlhf_jax.generation.strategy.expected_gain import expected_gains
 from rlhf_jax.generation.strategy.predict import Situation
 from rlhf_jax.mesh import Layout
-from rlhf_jax.model.shardings import model_shardings
-from rlhf_jax.model.transformer import init, unstack
+from rlhf_jax.models.shardings import model_shardings
+from rlhf_jax.models.transformer import init, unstack
 from rlhf_jax.runtime import distributed, joining
 from rlhf_jax.runtime.signals import Stopped
 

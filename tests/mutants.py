@@ -45,7 +45,7 @@ TESTS: dict[str, str] = {
     "generation/speculative/tree.py": "test_tree.py",
     "generation/strategy/acceptance.py": "test_acceptance.py",
     "generation/strategy/select.py": "test_select.py test_explain.py",
-    "reallocation/row_transfer.py": "test_row_transfer.py",
+    "generation/reallocation/row_transfer.py": "test_row_transfer.py",
     "runtime/checkpoint/store.py": "test_checkpoint.py test_damage.py",
     "runtime/checkpoint/document.py": "test_checkpoint.py test_damage.py",
 }

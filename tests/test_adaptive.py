@@ -29,7 +29,7 @@ from rlhf_jax.generation.strategy.choice import Choice
 from rlhf_jax.generation.strategy.predict import Situation
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.mesh import ONE_DEVICE, Layout, make_mesh
-from rlhf_jax.model.shardings import model_shardings
+from rlhf_jax.models.shardings import model_shardings
 from rlhf_jax.runtime.compilation import Programs
 
 NAMES = (

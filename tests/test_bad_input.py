@@ -25,9 +25,9 @@ from tiny_run import ROOT, lines
 from rlhf_jax import iteration
 from rlhf_jax.data import rendering
 from rlhf_jax.inference.values import critic_of
-from rlhf_jax.model import weight_table
-from rlhf_jax.model.weights import huggingface
-from rlhf_jax.model.weights.source import open_source
+from rlhf_jax.models import weight_table
+from rlhf_jax.models.files import huggingface
+from rlhf_jax.models.files.source import open_source
 from rlhf_jax.runtime.checkpoint import store
 from rlhf_jax.runtime.checkpoint.folder import steps
 

@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rlhf_jax import command
 from rlhf_jax import mesh as meshes
 from rlhf_jax.command import export
-from rlhf_jax.model import transformer
+from rlhf_jax.models import transformer
 from rlhf_jax.runtime.checkpoint import document
 from rlhf_jax.runtime.checkpoint.fingerprint import fingerprint
 from rlhf_jax.runtime.checkpoint.folder import RUN_FILE

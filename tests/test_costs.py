@@ -18,9 +18,9 @@ from rlhf_jax.config import default
 from rlhf_jax.inference.scoring import score_packed
 from rlhf_jax.memory.sizes import PlannedRun
 from rlhf_jax.mesh import AXES, ONE_DEVICE, Layout, abstract_mesh, make_mesh
-from rlhf_jax.model import transformer
-from rlhf_jax.model.attention import packed_block
-from rlhf_jax.model.flops import count_flops
+from rlhf_jax.models import transformer
+from rlhf_jax.models.attention import packed_block
+from rlhf_jax.models.flops import count_flops
 from rlhf_jax.planner.chips import ASSUMED, TPUS
 from rlhf_jax.planner.describe import predict_calls
 from rlhf_jax.planner.hardware import parse_hardware

@@ -16,7 +16,7 @@ from tiny_run import ROOT, lines
 
 from rlhf_jax import iteration
 from rlhf_jax.config import default
-from rlhf_jax.model.weights.source import open_source
+from rlhf_jax.models.files.source import open_source
 from rlhf_jax.setup import opened
 from rlhf_jax.setup.opened import _open_dated
 

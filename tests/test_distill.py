@@ -25,8 +25,8 @@ from rlhf_jax.config import default
 from rlhf_jax.generation.decoding import completed, decoding_weights, student_for
 from rlhf_jax.generation.speculative.sampling import draw
 from rlhf_jax.mesh import Layout
-from rlhf_jax.model.transformer import forward, init, logits
-from rlhf_jax.model.weights.source import open_source
+from rlhf_jax.models.files.source import open_source
+from rlhf_jax.models.transformer import forward, init, logits
 from rlhf_jax.sequences.batch import PackedSequences, Sequences
 from rlhf_jax.setup import validation
 from rlhf_jax.training.distill import (

@@ -25,7 +25,7 @@ from rlhf_jax.generation.speculative.round import run_round
 from rlhf_jax.generation.speculative.sampling import UNTRUNCATED, Sampling
 from rlhf_jax.generation.strategy.acceptance import DEPTHS, RANKS
 from rlhf_jax.mesh import ONE_DEVICE, Layout, make_mesh, pin_rows, place_rows, row_shardings
-from rlhf_jax.model.transformer import forward, logits
+from rlhf_jax.models.transformer import forward, logits
 from rlhf_jax.types import Strategy
 
 SLOTS = 48

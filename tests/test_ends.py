@@ -17,8 +17,8 @@ from folders import Fact
 from rlhf_jax.command import train
 from rlhf_jax.command.export import export
 from rlhf_jax.generation.requests import StopStrings
-from rlhf_jax.model.weights import huggingface
-from rlhf_jax.model.weights.source import open_source
+from rlhf_jax.models.files import huggingface
+from rlhf_jax.models.files.source import open_source
 
 EOS, END, PAD = 33, 34, 35  # </s>, <|end|>, <pad>
 CHATML = "{% for m in messages %}<s>{{ m.role }} {{ m.content }}<|end|>\n{% endfor %}"

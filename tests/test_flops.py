@@ -19,10 +19,10 @@ from rlhf_jax.algorithms.grpo import POLICY_LOSS
 from rlhf_jax.config import default
 from rlhf_jax.inference.scoring import score_packed
 from rlhf_jax.mesh import ONE_DEVICE, make_mesh
-from rlhf_jax.model import transformer
-from rlhf_jax.model.attention import packed_block
-from rlhf_jax.model.flops import count_flops
-from rlhf_jax.model.packed import padding_flops
+from rlhf_jax.models import transformer
+from rlhf_jax.models.attention import packed_block
+from rlhf_jax.models.flops import count_flops
+from rlhf_jax.models.packed import padding_flops
 from rlhf_jax.planner.shapes import pairs_of_texts
 from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.sequences.packing import Extent, pack

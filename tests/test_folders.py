@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax.model import transformer
-from rlhf_jax.model.weights import huggingface
-from rlhf_jax.model.weights.source import Source, open_source
+from rlhf_jax.models import transformer
+from rlhf_jax.models.files import huggingface
+from rlhf_jax.models.files.source import Source, open_source
 from rlhf_jax.types import Model
 
 GOLDEN = Path(__file__).parent / "golden"

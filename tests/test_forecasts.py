@@ -5,8 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlhf_jax.reallocation import forecasts, length_model
-from rlhf_jax.reallocation.forecasts import BY_EARLIER, BY_SIBLINGS, LengthForecasts, PromptLengths
+from rlhf_jax.generation.reallocation import forecasts, length_model
+from rlhf_jax.generation.reallocation.forecasts import (
+    BY_EARLIER,
+    BY_SIBLINGS,
+    LengthForecasts,
+    PromptLengths,
+)
 
 LIMIT = 4096.0
 GROUP = 8

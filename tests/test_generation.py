@@ -18,6 +18,7 @@ from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.generation import scheduler
 from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.known_texts import keep_latest, known_texts
+from rlhf_jax.generation.reallocation import row_transfer
 from rlhf_jax.generation.requests import (
     GenerationConfig,
     Request,
@@ -32,9 +33,8 @@ from rlhf_jax.generation.speculative.drafters.search import propose
 from rlhf_jax.generation.speculative.round import run_round
 from rlhf_jax.generation.speculative.sampling import UNTRUNCATED, Sampling
 from rlhf_jax.inference.scoring import score_sequences
-from rlhf_jax.model.transformer import forward, init, logits, unstack
-from rlhf_jax.model.weights.source import open_source
-from rlhf_jax.reallocation import row_transfer
+from rlhf_jax.models.files.source import open_source
+from rlhf_jax.models.transformer import forward, init, logits, unstack
 from rlhf_jax.types import ModelConfig
 
 STOP = 7

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax.model import transformer, weight_table
-from rlhf_jax.model.families import FAMILIES, QWEN3
-from rlhf_jax.model.families.family import LAYER_WEIGHTS, Family
-from rlhf_jax.model.weights import gguf, gguf_file, huggingface
-from rlhf_jax.model.weights.source import find_ends, open_source
+from rlhf_jax.models import transformer, weight_table
+from rlhf_jax.models.families import FAMILIES, QWEN3
+from rlhf_jax.models.families.family import LAYER_WEIGHTS, Family
+from rlhf_jax.models.files import gguf, gguf_file, huggingface
+from rlhf_jax.models.files.source import find_ends, open_source
 from rlhf_jax.types import Model, ModelConfig, RopeScaling
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -14,7 +14,7 @@ import tiny_run
 from rlhf_jax.data import prompts, rows
 from rlhf_jax.data.given import Given, read_given
 from rlhf_jax.data.tokenizer import Tokenizer
-from rlhf_jax.model.weights.source import open_source
+from rlhf_jax.models.files.source import open_source
 
 USER = {"role": "user", "content": "Say a"}
 SYSTEM = {"role": "system", "content": "Be brief."}

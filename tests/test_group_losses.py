@@ -13,8 +13,8 @@ from learning import sequences_of
 from test_packing import grouped
 
 from rlhf_jax.inference.logprobs import token_logprobs
-from rlhf_jax.model.packed import read_packed
-from rlhf_jax.model.transformer import init
+from rlhf_jax.models.packed import read_packed
+from rlhf_jax.models.transformer import init
 from rlhf_jax.sequences.minibatches import with_shares
 from rlhf_jax.sequences.packing import Extent, pack
 from rlhf_jax.training.kinds import GroupLoss

@@ -11,8 +11,8 @@ from test_memory import LARGE, LLAMA_1B, LLAMA_8B, QWEN_05B, SMOLLM2, load
 from rlhf_jax import command
 from rlhf_jax.memory import estimate
 from rlhf_jax.memory import parts as memory_parts
-from rlhf_jax.model.published import shape_of
-from rlhf_jax.model.weight_table import weight_keys
+from rlhf_jax.models.published import shape_of
+from rlhf_jax.models.weight_table import weight_keys
 from rlhf_jax.planner import planned
 from rlhf_jax.planner.hardware import Hardware, parse_hardware
 

@@ -57,7 +57,7 @@ def check(sources: house_sources.Sources, rules: Iterable[str]) -> None:
 
 def test_imports_go_down_the_floors(project):
     assert "rlhf_jax/types.py" in house_sources.imported_files(
-        project["rlhf_jax/model/transformer.py"], project
+        project["rlhf_jax/models/transformer.py"], project
     )
     check(project, ["imports_that_rise", "import_cycles", "services_that_know_stages"])
     rooms = [house.ROOT / room for room in house.FLOORS]
@@ -118,9 +118,9 @@ CASES = {
     "two_way_rooms": (
         [
             {
-                "rlhf_jax/data/a.py": "from rlhf_jax.model import b",
-                "rlhf_jax/model/b.py": "",
-                "rlhf_jax/model/c.py": "def f():\n    import rlhf_jax.data.d",
+                "rlhf_jax/data/a.py": "from rlhf_jax.models import b",
+                "rlhf_jax/models/b.py": "",
+                "rlhf_jax/models/c.py": "def f():\n    import rlhf_jax.data.d",
                 "rlhf_jax/data/d.py": "",
             }
         ],

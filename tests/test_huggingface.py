@@ -19,12 +19,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
-from rlhf_jax.model import transformer
-from rlhf_jax.model.families import FAMILIES, QWEN2, QWEN3
-from rlhf_jax.model.families.family import LAYER_WEIGHTS, Family
-from rlhf_jax.model.weights import huggingface
-from rlhf_jax.model.weights.huggingface_config import read_config
-from rlhf_jax.model.weights.source import open_source
+from rlhf_jax.models import transformer
+from rlhf_jax.models.families import FAMILIES, QWEN2, QWEN3
+from rlhf_jax.models.families.family import LAYER_WEIGHTS, Family
+from rlhf_jax.models.files import huggingface
+from rlhf_jax.models.files.huggingface_config import read_config
+from rlhf_jax.models.files.source import open_source
 from rlhf_jax.types import Model, ModelConfig, RopeScaling
 
 GOLDEN = Path(__file__).parent / "golden"

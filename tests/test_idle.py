@@ -9,8 +9,8 @@ from test_distill import responses_of
 
 from rlhf_jax.inference.scoring import ScoringSettings, score
 from rlhf_jax.mesh import Layout, make_mesh
-from rlhf_jax.model.shardings import model_shardings
-from rlhf_jax.model.transformer import init
+from rlhf_jax.models.shardings import model_shardings
+from rlhf_jax.models.transformer import init
 from rlhf_jax.placement.transfer import fetched, put_aside
 from rlhf_jax.runtime.compilation import compile_only, shapes
 from rlhf_jax.sequences.packing import Extent

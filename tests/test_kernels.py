@@ -31,9 +31,9 @@ from rlhf_jax.generation.decoding import decoding_weights
 from rlhf_jax.generation.speculative.sampling import Sampling, block_noise, draw, draw_inside
 from rlhf_jax.inference.logprobs import logprobs_and_entropy
 from rlhf_jax.mesh import Layout
-from rlhf_jax.model import kernels as laid
-from rlhf_jax.model.shardings import model_shardings
-from rlhf_jax.model.transformer import init, logits, stack, unstack
+from rlhf_jax.models import kernels as laid
+from rlhf_jax.models.shardings import model_shardings
+from rlhf_jax.models.transformer import init, logits, stack, unstack
 from rlhf_jax.types import ModelConfig
 
 KERNELS = tuple(dispatch.FUNCTIONS)

@@ -10,7 +10,7 @@ import folders
 import pytest
 from folders import Fact
 
-from rlhf_jax.model.weights.source import open_source
+from rlhf_jax.models.files.source import open_source
 
 TEXT, OBJECT, LIST, WHOLE, NUMBER, FLAG, NULL = range(7)
 VALUES: dict[int, list[Any]] = {

@@ -7,8 +7,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlhf_jax.reallocation import length_model
-from rlhf_jax.reallocation.length_model import CHANCES, Lengths
+from rlhf_jax.generation.reallocation import length_model
+from rlhf_jax.generation.reallocation.length_model import CHANCES, Lengths
 
 
 def drawn(count: int, seed: int = 0) -> np.ndarray:

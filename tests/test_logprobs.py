@@ -14,8 +14,8 @@ from learning import sequences_of
 from rlhf_jax.inference.logprobs import logprobs_and_entropy, mismatch, token_logprobs
 from rlhf_jax.inference.scoring import score_sequences
 from rlhf_jax.mesh import AXES, Layout, abstract_mesh, make_mesh
-from rlhf_jax.model import attention
-from rlhf_jax.model.transformer import forward, init, logits
+from rlhf_jax.models import attention
+from rlhf_jax.models.transformer import forward, init, logits
 from rlhf_jax.runtime import jax_internals
 from rlhf_jax.sequences.batch import Sequences
 

@@ -19,7 +19,7 @@ from pallas_kernels.logprobs import gpu, reference, tpu
 from pallas_kernels.logprobs.streaming import Sums, combine
 from rlhf_jax import mesh as meshes
 from rlhf_jax.mesh import Layout
-from rlhf_jax.model import kernels as laid
+from rlhf_jax.models import kernels as laid
 
 TEMPERATURE = 0.7
 IMPLEMENTATIONS = {

@@ -15,10 +15,10 @@ from test_strategy_benchmark import write_table
 from benchmarks import foresight, makespan
 from benchmarks.latency_table import DECODE, DRAFT, VERIFY, read_table
 from rlhf_jax import command
+from rlhf_jax.generation.reallocation.planner import Reallocation
 from rlhf_jax.planner.placing import static
 from rlhf_jax.planner.response_lengths import draw_lengths, read_percentiles
 from rlhf_jax.planner.simulated_stage import ROUND, WAITS, SimulatedSlice, SimulatedStage, simulate
-from rlhf_jax.reallocation.planner import Reallocation
 
 LENGTHS = (
     "percentile,prompt_tokens,response_tokens\n"

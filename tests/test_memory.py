@@ -28,8 +28,8 @@ from rlhf_jax.inference.values import critic_of
 from rlhf_jax.memory import estimate, host
 from rlhf_jax.memory import parts as memory_parts
 from rlhf_jax.mesh import Layout
-from rlhf_jax.model import transformer
-from rlhf_jax.model.shardings import model_shardings
+from rlhf_jax.models import transformer
+from rlhf_jax.models.shardings import model_shardings
 from rlhf_jax.runtime.host_memory import host_memory
 from rlhf_jax.setup import validation
 from rlhf_jax.training.distill import DISTILLATION, student_config, student_of

@@ -15,9 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rlhf_jax import mesh as meshes
 from rlhf_jax.cache.contiguous import ContiguousCache
 from rlhf_jax.mesh import Layout
-from rlhf_jax.model import transformer
-from rlhf_jax.model.families import FAMILIES, QWEN2, QWEN3, Family, weight_at
-from rlhf_jax.model.shardings import model_shardings, unsplit
+from rlhf_jax.models import transformer
+from rlhf_jax.models.families import FAMILIES, QWEN2, QWEN3, Family, weight_at
+from rlhf_jax.models.shardings import model_shardings, unsplit
 from rlhf_jax.types import ModelConfig
 
 WEIGHTS = {**QWEN2.weights, **QWEN3.weights}

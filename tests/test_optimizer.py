@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from rlhf_jax.model.transformer import init
+from rlhf_jax.models.transformer import init
 from rlhf_jax.runtime.compilation import run_now
 from rlhf_jax.training import optimizer as module
 from rlhf_jax.training.gradients import Gradient

@@ -21,7 +21,7 @@ from rlhf_jax.algorithms.grpo import GRPO
 from rlhf_jax.algorithms.ppo import CRITIC_LOSS, PPO
 from rlhf_jax.config import algorithms, command_line, derived
 from rlhf_jax.memory import estimate
-from rlhf_jax.model.weights.source import open_source
+from rlhf_jax.models.files.source import open_source
 from rlhf_jax.planner.describe import predict_calls
 from rlhf_jax.planner.hardware import parse_hardware
 from rlhf_jax.planner.placed_calls import PlacedCalls

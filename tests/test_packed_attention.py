@@ -14,8 +14,8 @@ import pytest
 from test_packing import drawn, grouped, seen_by
 
 from rlhf_jax.inference.scoring import score_packed
-from rlhf_jax.model.packed_attention import attend_packed
-from rlhf_jax.model.transformer import init
+from rlhf_jax.models.packed_attention import attend_packed
+from rlhf_jax.models.transformer import init
 from rlhf_jax.sequences.packing import Extent, pack
 
 HEADS = 4

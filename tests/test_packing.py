@@ -17,9 +17,9 @@ from rlhf_jax.inference.logprobs import CHUNK, head_logprobs, token_logprobs
 from rlhf_jax.inference.scoring import ScoringSettings, score, score_packed, score_sequences
 from rlhf_jax.losses.aggregate import token_mean_weights
 from rlhf_jax.mesh import ONE_DEVICE, Layout, make_mesh, place_rows
-from rlhf_jax.model.packed import read_packed
-from rlhf_jax.model.shardings import model_shardings
-from rlhf_jax.model.transformer import init
+from rlhf_jax.models.packed import read_packed
+from rlhf_jax.models.shardings import model_shardings
+from rlhf_jax.models.transformer import init
 from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.sequences.minibatches import with_shares
 from rlhf_jax.sequences.packing import Extent, Packed, pack, padding_share, unpack

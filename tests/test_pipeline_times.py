@@ -21,7 +21,7 @@ import pytest
 from test_pipelined import Case, case_of, layouts_of, models_of
 
 from rlhf_jax.mesh import pin_rows
-from rlhf_jax.model.shardings import pin_weights
+from rlhf_jax.models.shardings import pin_weights
 from rlhf_jax.placement.pipelined import StageTimes
 from rlhf_jax.training import pipelined
 from rlhf_jax.training.gradients import Gradient

@@ -28,9 +28,9 @@ from benchmarks.compiled import LLAMA_8B
 from rlhf_jax.algorithms.grpo import POLICY_LOSS
 from rlhf_jax.algorithms.ppo import CRITIC_LOSS
 from rlhf_jax.mesh import bytes_per_device, place_rows
-from rlhf_jax.model.flops import count_flops
-from rlhf_jax.model.shardings import model_shardings
-from rlhf_jax.model.transformer import init
+from rlhf_jax.models.flops import count_flops
+from rlhf_jax.models.shardings import model_shardings
+from rlhf_jax.models.transformer import init
 from rlhf_jax.pipeline.problem import Pipe, PipelineProblem, lay_copies
 from rlhf_jax.pipeline.queues import queues_of
 from rlhf_jax.pipeline.schedule import Schedule, earliest_starts, make_schedule, one_f_one_b

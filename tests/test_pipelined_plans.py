@@ -18,8 +18,8 @@ from rlhf_jax.memory import parts as memory_parts
 from rlhf_jax.memory.sizes import bubble_warnings
 from rlhf_jax.memory.updates import stage_times
 from rlhf_jax.mesh import bytes_per_device
-from rlhf_jax.model.shardings import model_shardings
-from rlhf_jax.model.transformer import abstract_weights
+from rlhf_jax.models.shardings import model_shardings
+from rlhf_jax.models.transformer import abstract_weights
 from rlhf_jax.pipeline.problem import FORWARD
 from rlhf_jax.pipeline.search import solve
 from rlhf_jax.placement.pipelined import (

@@ -20,9 +20,9 @@ from rlhf_jax.config import default
 from rlhf_jax.inference.values import critic_of
 from rlhf_jax.memory import estimate
 from rlhf_jax.mesh import make_mesh
-from rlhf_jax.model.weight_table import weight_keys
-from rlhf_jax.model.weights import huggingface
-from rlhf_jax.model.weights.source import open_source
+from rlhf_jax.models.files import huggingface
+from rlhf_jax.models.files.source import open_source
+from rlhf_jax.models.weight_table import weight_keys
 from rlhf_jax.placement.plan import Placement, Plan, read_plan
 from rlhf_jax.placement.presets import PRESETS, plan_of
 from rlhf_jax.setup import validation

@@ -12,8 +12,13 @@ import numpy as np
 import pytest
 from slowness import slowness
 
-from rlhf_jax.reallocation.length_model import CHANCES, SHARES
-from rlhf_jax.reallocation.planner import WAITS, ClusterView, Reallocation, plan_reallocation
+from rlhf_jax.generation.reallocation.length_model import CHANCES, SHARES
+from rlhf_jax.generation.reallocation.planner import (
+    WAITS,
+    ClusterView,
+    Reallocation,
+    plan_reallocation,
+)
 
 ROWS = 16
 OUTCOMES = len(SHARES)

@@ -32,7 +32,7 @@ from rlhf_jax.inference.values import critic_of
 from rlhf_jax.memory import estimate
 from rlhf_jax.memory import parts as memory_parts
 from rlhf_jax.mesh import Layout
-from rlhf_jax.model.shardings import model_shardings
+from rlhf_jax.models.shardings import model_shardings
 from rlhf_jax.planner.shapes import packed_zeros
 from rlhf_jax.sequences.batch import PackedSequences
 from rlhf_jax.training.gradients import Gradient, accumulate

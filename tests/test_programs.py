@@ -15,7 +15,7 @@ from rlhf_jax.generation.requests import GenerationConfig, Request
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.mesh import ONE_DEVICE, Layout, make_mesh
-from rlhf_jax.model.shardings import model_shardings
+from rlhf_jax.models.shardings import model_shardings
 from rlhf_jax.runtime.compilation import Programs
 
 

@@ -27,10 +27,10 @@ from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.strategy import cost
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.losses.advantages import ESTIMATORS, EstimatorConfig
-from rlhf_jax.model import families
-from rlhf_jax.model.transformer import init, unstack
-from rlhf_jax.model.weights import huggingface_config
-from rlhf_jax.model.weights.source import open_source
+from rlhf_jax.models import families
+from rlhf_jax.models.files import huggingface_config
+from rlhf_jax.models.files.source import open_source
+from rlhf_jax.models.transformer import init, unstack
 from rlhf_jax.monitoring import metrics
 from rlhf_jax.rewards import sources
 from rlhf_jax.rewards.combination import Response

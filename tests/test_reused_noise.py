@@ -24,8 +24,8 @@ from rlhf_jax.generation.speculative.protocol import DRAFTERS
 from rlhf_jax.generation.speculative.rules import RULES
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.mesh import ONE_DEVICE, Layout
-from rlhf_jax.model.shardings import model_shardings
-from rlhf_jax.model.transformer import init, unstack
+from rlhf_jax.models.shardings import model_shardings
+from rlhf_jax.models.transformer import init, unstack
 from rlhf_jax.types import Model, ModelConfig, Strategy
 
 VOCABULARY = 6

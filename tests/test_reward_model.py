@@ -16,11 +16,11 @@ import pytest
 
 from rlhf_jax import mesh as meshes
 from rlhf_jax.mesh import Layout
-from rlhf_jax.model import transformer
-from rlhf_jax.model.families import FAMILIES
-from rlhf_jax.model.shardings import model_shardings
-from rlhf_jax.model.weights import huggingface
-from rlhf_jax.model.weights.source import Source, open_source
+from rlhf_jax.models import transformer
+from rlhf_jax.models.families import FAMILIES
+from rlhf_jax.models.files import huggingface
+from rlhf_jax.models.files.source import Source, open_source
+from rlhf_jax.models.shardings import model_shardings
 from rlhf_jax.rewards.combination import Response
 from rlhf_jax.rewards.models import RewardModel, model_scorer
 from rlhf_jax.types import Model, ModelConfig

@@ -13,8 +13,8 @@ from rlhf_jax import mesh as meshes
 from rlhf_jax.cache.contiguous import ContiguousCache
 from rlhf_jax.cache.state import DecodeState
 from rlhf_jax.generation import rows as row_verbs
+from rlhf_jax.generation.reallocation import row_transfer
 from rlhf_jax.mesh import ONE_DEVICE, Layout
-from rlhf_jax.reallocation import row_transfer
 from rlhf_jax.types import ModelConfig
 
 TARGET = ModelConfig(

@@ -21,8 +21,8 @@ from rlhf_jax.command import main
 from rlhf_jax.config import command_line
 from rlhf_jax.generation.speculative import round as round_
 from rlhf_jax.losses.advantages import ESTIMATORS
-from rlhf_jax.model.transformer import init
-from rlhf_jax.model.weights.source import open_source
+from rlhf_jax.models.files.source import open_source
+from rlhf_jax.models.transformer import init
 from rlhf_jax.monitoring.meanings import meaning_of
 from rlhf_jax.monitoring.metrics import REQUIRED
 from rlhf_jax.sources import rollouts

@@ -15,15 +15,15 @@ from rlhf_jax import mesh as meshes
 from rlhf_jax.generation import assignment
 from rlhf_jax.generation.assignment import AssignmentPolicy
 from rlhf_jax.generation.engine import generate
+from rlhf_jax.generation.reallocation import planner
 from rlhf_jax.generation.requests import GenerationConfig, Request, as_sequences
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.inference.overlap import Scoring, ScoringQueue
 from rlhf_jax.inference.scoring import score_sequences
 from rlhf_jax.mesh import ONE_DEVICE, Layout
-from rlhf_jax.model.shardings import model_shardings
-from rlhf_jax.model.weights.source import open_source
-from rlhf_jax.reallocation import planner
+from rlhf_jax.models.files.source import open_source
+from rlhf_jax.models.shardings import model_shardings
 from rlhf_jax.rewards.combination import Response
 from rlhf_jax.rewards.models import RewardModel, model_scorer
 

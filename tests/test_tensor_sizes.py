@@ -21,8 +21,8 @@ from rlhf_jax.generation.requests import GenerationConfig, Request, Sample
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.mesh import Layout
-from rlhf_jax.model.transformer import forward, init, logits
-from rlhf_jax.model.weights.source import open_source
+from rlhf_jax.models.files.source import open_source
+from rlhf_jax.models.transformer import forward, init, logits
 from rlhf_jax.types import Model, ModelConfig
 
 # Below it a draw may go either way in float32, in tempered logits or in probability.

@@ -16,7 +16,7 @@ from offspring import ended
 
 from rlhf_jax.data import rendering
 from rlhf_jax.data.tokenizer import Tokenizer, check_vocabulary, read_tokenizer
-from rlhf_jax.model.weights import gguf, gguf_file
+from rlhf_jax.models.files import gguf, gguf_file
 from rlhf_jax.types import ModelConfig
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -21,8 +21,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from benchmarks.compiled import LLAMA_8B, weights
 from rlhf_jax.generation.decoding import decoding_weights
 from rlhf_jax.mesh import AXES, AXIS_TYPES, ROLES, Layout, abstract_mesh, make_mesh
-from rlhf_jax.model.shardings import model_shardings
-from rlhf_jax.model.transformer import init, unstack
+from rlhf_jax.models.shardings import model_shardings
+from rlhf_jax.models.transformer import init, unstack
 from rlhf_jax.placement import program, transfer
 from rlhf_jax.placement.leg import Leg, Placing
 from rlhf_jax.placement.route import find_route, traffic

@@ -20,9 +20,9 @@ from rlhf_jax.inference.scoring import score_sequences
 from rlhf_jax.inference.values import critic_of
 from rlhf_jax.losses.aggregate import AGGREGATES
 from rlhf_jax.mesh import Layout, make_mesh, place_rows
-from rlhf_jax.model.packed import read_packed
-from rlhf_jax.model.shardings import model_shardings
-from rlhf_jax.model.transformer import init
+from rlhf_jax.models.packed import read_packed
+from rlhf_jax.models.shardings import model_shardings
+from rlhf_jax.models.transformer import init
 from rlhf_jax.sequences.batch import PackedSequences, Sequences
 from rlhf_jax.sequences.minibatches import minibatches, with_shares
 from rlhf_jax.sequences.packing import Extent, pack

@@ -25,13 +25,13 @@ from rlhf_jax.generation.requests import GenerationConfig, Request
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.mesh import Layout, make_mesh
-from rlhf_jax.model import block
-from rlhf_jax.model.families import FAMILIES, Family
-from rlhf_jax.model.families.family import LAYER_WEIGHTS
-from rlhf_jax.model.shardings import model_shardings
-from rlhf_jax.model.transformer import forward, init
-from rlhf_jax.model.weight import Weight, WeightKind, plain, product
-from rlhf_jax.model.weights import huggingface
+from rlhf_jax.models import block
+from rlhf_jax.models.families import FAMILIES, Family
+from rlhf_jax.models.families.family import LAYER_WEIGHTS
+from rlhf_jax.models.files import huggingface
+from rlhf_jax.models.shardings import model_shardings
+from rlhf_jax.models.transformer import forward, init
+from rlhf_jax.models.weight import Weight, WeightKind, plain, product
 from rlhf_jax.types import Array, Model, ModelConfig
 
 RANK = 2

@@ -19,7 +19,7 @@ from learning import packed_of
 
 from rlhf_jax import trainer
 from rlhf_jax.config import command_line
-from rlhf_jax.model.weights.source import open_source
+from rlhf_jax.models.files.source import open_source
 from rlhf_jax.planner.planned import hardware_of, plan_run
 from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.training.kinds import GroupTerms

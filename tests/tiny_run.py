@@ -17,8 +17,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from rlhf_jax.config import default
 from rlhf_jax.data.tokenizer import Tokenizer
-from rlhf_jax.model.transformer import init
-from rlhf_jax.model.weights import huggingface
+from rlhf_jax.models.files import huggingface
+from rlhf_jax.models.transformer import init
 from rlhf_jax.types import ModelConfig
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from rlhf_jax.generation.reallocation.planner import ClusterView, Reallocation
 from rlhf_jax.generation.requests import Request
-from rlhf_jax.reallocation.planner import ClusterView, Reallocation
 
 
 def requests(count: int = 6, samples: int = 4) -> list[Request]:

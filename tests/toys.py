@@ -17,7 +17,7 @@ from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.protocol import Proposal
 from rlhf_jax.losses.value import value_loss
 from rlhf_jax.mesh import pin_rows
-from rlhf_jax.model.families import QWEN3
+from rlhf_jax.models.families import QWEN3
 from rlhf_jax.rewards.combination import as_scores
 
 

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from test_transfer import SIXTHS, assert_equal, lay_out
 
-from rlhf_jax.model.shardings import model_shardings
-from rlhf_jax.model.transformer import init
+from rlhf_jax.models.shardings import model_shardings
+from rlhf_jax.models.transformer import init
 from rlhf_jax.placement.transfer import bytes_moved, transfer
 from rlhf_jax.runtime import distributed, joining, to_host
 

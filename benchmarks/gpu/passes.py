@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.compare import Worker, ask, receive
 from benchmarks.contest import spread
 from benchmarks.gpu.setting import NO_STOP, ROOT, environment
-from rlhf_jax.model.weights.huggingface_config import config_json
+from rlhf_jax.models.files.huggingface_config import config_json
 from rlhf_jax.types import ModelConfig
 
 PEERS = ROOT / "benchmarks" / "peers"

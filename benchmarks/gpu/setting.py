@@ -20,9 +20,9 @@ from rlhf_jax.generation.requests import GenerationConfig, Request
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.mesh import Layout, make_mesh
-from rlhf_jax.model.kernels import shape_of
-from rlhf_jax.model.published import PUBLISHED
-from rlhf_jax.model.transformer import init
+from rlhf_jax.models.kernels import shape_of
+from rlhf_jax.models.published import PUBLISHED
+from rlhf_jax.models.transformer import init
 from rlhf_jax.types import Model, ModelConfig
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,8 +14,8 @@ from turns import Turns
 
 from benchmarks.gpu.setting import compute_dtype, layouts
 from rlhf_jax.inference.logprobs import token_logprobs
-from rlhf_jax.model.transformer import cast, init
-from rlhf_jax.model.weights.huggingface_config import read_config
+from rlhf_jax.models.files.huggingface_config import read_config
+from rlhf_jax.models.transformer import cast, init
 from rlhf_jax.runtime.compilation import configure_jax
 
 asked = json.loads(Path(sys.argv[1]).read_text())

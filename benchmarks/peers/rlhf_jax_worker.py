@@ -16,7 +16,7 @@ from rlhf_jax.generation.requests import GenerationConfig, Request
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.mesh import Layout, make_mesh
-from rlhf_jax.model.weights import huggingface
+from rlhf_jax.models.files import huggingface
 
 jax.config.update("jax_platforms", "cpu")
 layout = Layout(make_mesh(), "generation")

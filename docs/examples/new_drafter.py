@@ -13,7 +13,7 @@ from rlhf_jax.generation.speculative import protocol, tree
 from rlhf_jax.generation.speculative.drafters.search import Found, SearchDrafter
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.strategy.acceptance import RANKS
-from rlhf_jax.model.transformer import init, unstack
+from rlhf_jax.models.transformer import init, unstack
 from rlhf_jax.types import ModelConfig
 
 

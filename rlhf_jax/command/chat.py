@@ -25,7 +25,7 @@ from rlhf_jax.generation.requests import GenerationConfig, Request
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.speculative.tree import PLAIN
 from rlhf_jax.mesh import ONE_DEVICE
-from rlhf_jax.model.weights.source import Source, open_source
+from rlhf_jax.models.files.source import Source, open_source
 
 MOST_CONTEXT = 2048  # tokens of a conversation
 

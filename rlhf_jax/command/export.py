@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.generation.decoding import completed
-from rlhf_jax.model import transformer
-from rlhf_jax.model.weights import huggingface
-from rlhf_jax.model.weights.source import open_source
+from rlhf_jax.models import transformer
+from rlhf_jax.models.files import huggingface
+from rlhf_jax.models.files.source import open_source
 from rlhf_jax.runtime.checkpoint.store import read_part
 from rlhf_jax.runtime.files import is_remote
 from rlhf_jax.runtime.foreign import read_json

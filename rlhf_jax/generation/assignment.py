@@ -9,15 +9,15 @@ import numpy as np
 
 from rlhf_jax.generation import precompile
 from rlhf_jax.generation import rows as row_verbs
+from rlhf_jax.generation.reallocation import forecasts, length_model, row_transfer
+from rlhf_jax.generation.reallocation.forecasts import LengthForecasts, References
+from rlhf_jax.generation.reallocation.planner import WAITS, ClusterView, Reallocation
+from rlhf_jax.generation.reallocation.row_transfer import RowPacket
 from rlhf_jax.generation.requests import Request, Sample
 from rlhf_jax.generation.rounds import GenerationRun
 from rlhf_jax.generation.scheduler import InFlightRound, SliceBatch, resize, row_bucket
 from rlhf_jax.generation.strategy.acceptance import bands_ahead
 from rlhf_jax.mesh import Layout
-from rlhf_jax.reallocation import forecasts, length_model, row_transfer
-from rlhf_jax.reallocation.forecasts import LengthForecasts, References
-from rlhf_jax.reallocation.planner import WAITS, ClusterView, Reallocation
-from rlhf_jax.reallocation.row_transfer import RowPacket
 from rlhf_jax.runtime import messages
 
 # Bytes a second that a move carries, about (a CPU's by benchmarks/moves.py).

@@ -10,10 +10,10 @@ import jax
 
 from pallas_kernels.shapes import BLOCK
 from rlhf_jax.mesh import ONE_DEVICE, Layout
-from rlhf_jax.model.families import FAMILIES
-from rlhf_jax.model.shardings import pin_weights
-from rlhf_jax.model.transformer import pad_vocab
-from rlhf_jax.model.weight import OutputFirst, WeightKind, plain
+from rlhf_jax.models.families import FAMILIES
+from rlhf_jax.models.shardings import pin_weights
+from rlhf_jax.models.transformer import pad_vocab
+from rlhf_jax.models.weight import OutputFirst, WeightKind, plain
 from rlhf_jax.placement.transfer import transfer_ends, transfer_layers
 from rlhf_jax.types import Layer, Model, Models
 

@@ -24,6 +24,8 @@ from rlhf_jax.generation.assignment import (
     reassign,
     unfinished,
 )
+from rlhf_jax.generation.reallocation import row_transfer
+from rlhf_jax.generation.reallocation.row_transfer import RowPacket
 from rlhf_jax.generation.requests import Sample
 from rlhf_jax.generation.scheduler import SliceBatch, resize
 from rlhf_jax.generation.slice_groups import (
@@ -34,8 +36,6 @@ from rlhf_jax.generation.slice_groups import (
     has_failed,
     wait_for,
 )
-from rlhf_jax.reallocation import row_transfer
-from rlhf_jax.reallocation.row_transfer import RowPacket
 from rlhf_jax.runtime import distributed, messages
 
 POLL = 0.02  # seconds between two looks for a plan

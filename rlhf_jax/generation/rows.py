@@ -18,8 +18,8 @@ from rlhf_jax.cache.cache import KVCache, Window, is_cache, take_rows
 from rlhf_jax.cache.contiguous import attend_prompt
 from rlhf_jax.cache.state import CACHE_KINDS, DecodeState, DraftState, rows_in
 from rlhf_jax.mesh import ONE_DEVICE, Layout, pin_rows
-from rlhf_jax.model.attention import causal_on
-from rlhf_jax.model.transformer import forward
+from rlhf_jax.models.attention import causal_on
+from rlhf_jax.models.transformer import forward
 from rlhf_jax.runtime.compilation import Execute, run_now
 from rlhf_jax.types import Array, Model, ModelConfig
 

@@ -16,6 +16,7 @@ from rlhf_jax.generation import precompile
 from rlhf_jax.generation.assignment import AssignmentPolicy
 from rlhf_jax.generation.engine import IdleWork, generate
 from rlhf_jax.generation.precompile import BackgroundCompiler
+from rlhf_jax.generation.reallocation.planner import ClusterView, Reallocation
 from rlhf_jax.generation.requests import (
     GenerationConfig,
     GenerationCounts,
@@ -34,7 +35,6 @@ from rlhf_jax.generation.strategy.cost import Costs
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.mesh import Layout
 from rlhf_jax.monitoring.trace import Span
-from rlhf_jax.reallocation.planner import ClusterView, Reallocation
 from rlhf_jax.runtime import distributed, messages, to_host
 from rlhf_jax.runtime.signals import Stopped
 from rlhf_jax.types import Model

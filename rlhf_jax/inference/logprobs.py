@@ -12,10 +12,10 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from rlhf_jax.mesh import ONE_DEVICE, Layout
-from rlhf_jax.model.attention import causal_on
-from rlhf_jax.model.columns import map_tokens
-from rlhf_jax.model.kernels import token_logprobs as token_logprobs_kernel
-from rlhf_jax.model.transformer import cast, forward, logits
+from rlhf_jax.models.attention import causal_on
+from rlhf_jax.models.columns import map_tokens
+from rlhf_jax.models.kernels import token_logprobs as token_logprobs_kernel
+from rlhf_jax.models.transformer import cast, forward, logits
 from rlhf_jax.types import Array, Model
 
 CHUNK = 512  # tokens of a device whose logits exist at one time

@@ -16,9 +16,9 @@ from rlhf_jax.config.schema import Config
 from rlhf_jax.inference.logprobs import CHUNK, head_logprobs
 from rlhf_jax.inference.values import head_values
 from rlhf_jax.mesh import ONE_DEVICE, Layout, place_rows
-from rlhf_jax.model.attention import packed_block
-from rlhf_jax.model.packed import read_packed
-from rlhf_jax.model.transformer import cast
+from rlhf_jax.models.attention import packed_block
+from rlhf_jax.models.packed import read_packed
+from rlhf_jax.models.transformer import cast
 from rlhf_jax.monitoring.parts import PhaseParts
 from rlhf_jax.placement.plan import CallLayouts
 from rlhf_jax.placement.transfer import fetched, is_in_place, transfer

@@ -8,7 +8,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.model.transformer import cast, logits
+from rlhf_jax.models.transformer import cast, logits
 from rlhf_jax.types import Array, Model
 
 

@@ -17,9 +17,9 @@ from rlhf_jax import mesh as meshes
 from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
 from rlhf_jax.inference.logprobs import CHUNK
-from rlhf_jax.model.attention import QUERY_BLOCK, kernel_of, packed_block
-from rlhf_jax.model.shardings import model_shardings
-from rlhf_jax.model.transformer import abstract_weights
+from rlhf_jax.models.attention import QUERY_BLOCK, kernel_of, packed_block
+from rlhf_jax.models.shardings import model_shardings
+from rlhf_jax.models.transformer import abstract_weights
 from rlhf_jax.placement import pipelined
 from rlhf_jax.types import ModelConfig, ModelConfigs
 

@@ -20,8 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from jax.typing import DTypeLike
 
 from rlhf_jax.mesh import Layout, on_slice
-from rlhf_jax.model.families.family import END_WEIGHTS
-from rlhf_jax.model.shardings import model_shardings, pin_weights
+from rlhf_jax.models.families.family import END_WEIGHTS
+from rlhf_jax.models.shardings import model_shardings, pin_weights
 from rlhf_jax.placement.leg import Leg, Placing
 from rlhf_jax.placement.program import LegProgram, copy_over, leg_programs, run_legs, send_across
 from rlhf_jax.placement.route import BytesMoved, Route, find_route, traffic

@@ -9,8 +9,8 @@ from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
 from rlhf_jax.memory import parts as memory_parts
 from rlhf_jax.memory.sizes import PlannedRun, bubble_warnings
-from rlhf_jax.model.shardings import unsplit
-from rlhf_jax.model.transformer import abstract_weights
+from rlhf_jax.models.shardings import unsplit
+from rlhf_jax.models.transformer import abstract_weights
 from rlhf_jax.monitoring import console
 from rlhf_jax.placement.plan import training_layout
 from rlhf_jax.planner.hardware import Hardware

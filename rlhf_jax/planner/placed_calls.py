@@ -19,8 +19,8 @@ from rlhf_jax.memory import parts as memory_parts
 from rlhf_jax.memory.parts import Part
 from rlhf_jax.memory.sizes import PlannedRun
 from rlhf_jax.mesh import FLOAT32
-from rlhf_jax.model.flops import jaxpr_flops
-from rlhf_jax.model.shardings import model_shardings
+from rlhf_jax.models.flops import jaxpr_flops
+from rlhf_jax.models.shardings import model_shardings
 from rlhf_jax.placement.plan import CallLayouts, Plan
 from rlhf_jax.planner import shapes
 from rlhf_jax.planner.hardware import Hardware

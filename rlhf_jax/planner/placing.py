@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from rlhf_jax.generation.reallocation import forecasts, length_model
+from rlhf_jax.generation.reallocation.forecasts import LengthForecasts, PromptLengths
+from rlhf_jax.generation.reallocation.planner import ClusterView, Reallocation, plan_reallocation
 from rlhf_jax.planner.simulated_stage import FINISHED, WAITS, Policy, SimulatedStage
-from rlhf_jax.reallocation import forecasts, length_model
-from rlhf_jax.reallocation.forecasts import LengthForecasts, PromptLengths
-from rlhf_jax.reallocation.planner import ClusterView, Reallocation, plan_reallocation
 
 Predict = Callable[[SimulatedStage, np.ndarray], np.ndarray]  # tokens left [m, Q] of samples [m]
 

@@ -16,8 +16,8 @@ from rlhf_jax.memory import estimate
 from rlhf_jax.memory import parts as memory_parts
 from rlhf_jax.memory.parts import Part
 from rlhf_jax.memory.sizes import PlannedRun
-from rlhf_jax.model.published import is_published, shape_of
-from rlhf_jax.model.weights.source import SMOLLM2_NAME
+from rlhf_jax.models.files.source import SMOLLM2_NAME
+from rlhf_jax.models.published import is_published, shape_of
 from rlhf_jax.placement.plan import CallLayouts, Plan
 from rlhf_jax.planner.chips import check_boxes
 from rlhf_jax.planner.hardware import Hardware

@@ -16,9 +16,9 @@ from rlhf_jax import mesh as meshes
 from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
 from rlhf_jax.mesh import Layout
-from rlhf_jax.model.attention import packed_block
-from rlhf_jax.model.shardings import model_shardings
-from rlhf_jax.model.transformer import abstract_weights, pad_vocab, unstack
+from rlhf_jax.models.attention import packed_block
+from rlhf_jax.models.shardings import model_shardings
+from rlhf_jax.models.transformer import abstract_weights, pad_vocab, unstack
 from rlhf_jax.runtime.compilation import Execute
 from rlhf_jax.sequences.batch import PackedSequences
 from rlhf_jax.sequences.columns import declaration

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rlhf_jax.reallocation.planner import Reallocation
+from rlhf_jax.generation.reallocation.planner import Reallocation
 
 ROUND = 0.01  # seconds between two looks at what has finished: about a round
 RATED_EVERY = 0.2  # seconds after which rates follow the context

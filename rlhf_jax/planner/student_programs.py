@@ -15,8 +15,8 @@ from rlhf_jax.config import derived
 from rlhf_jax.memory import updates
 from rlhf_jax.memory.sizes import row_share
 from rlhf_jax.mesh import FLOAT32
-from rlhf_jax.model.attention import packed_block
-from rlhf_jax.model.flops import product_flops
+from rlhf_jax.models.attention import packed_block
+from rlhf_jax.models.flops import product_flops
 from rlhf_jax.planner import shapes
 from rlhf_jax.planner.placed_calls import CallProgram, Foreseen, PlacedCalls
 from rlhf_jax.planner.search.costs import forward_flops, gradient_flops

@@ -11,6 +11,8 @@ from rlhf_jax import mesh as meshes
 from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
 from rlhf_jax.generation.assignment import MOVE_SECONDS
+from rlhf_jax.generation.reallocation import forecasts
+from rlhf_jax.generation.reallocation.forecasts import LengthForecasts
 from rlhf_jax.generation.strategy import prior
 from rlhf_jax.planner import placing
 from rlhf_jax.planner.chips import ring_bandwidth
@@ -18,8 +20,6 @@ from rlhf_jax.planner.planned import Planned
 from rlhf_jax.planner.response_lengths import Percentiles, draw_lengths
 from rlhf_jax.planner.search.costs import PlacedRun
 from rlhf_jax.planner.simulated_stage import GRAIN, Outcome, Policy, SimulatedSlice, simulate
-from rlhf_jax.reallocation import forecasts
-from rlhf_jax.reallocation.forecasts import LengthForecasts
 
 DRAWS = 3  # of the lengths of a stage, each after a stage of others
 

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.mesh import ONE_DEVICE, Layout, place_rows, rows_of_shard
-from rlhf_jax.model.attention import causal_on
-from rlhf_jax.model.transformer import forward, logits
-from rlhf_jax.model.weights.sizes import token_id
-from rlhf_jax.model.weights.source import Source
+from rlhf_jax.models.attention import causal_on
+from rlhf_jax.models.files.sizes import token_id
+from rlhf_jax.models.files.source import Source
+from rlhf_jax.models.transformer import forward, logits
 from rlhf_jax.placement.transfer import fetched
 from rlhf_jax.rewards.combination import Response, Scorer, Scores, as_scores, refuse_broken
 from rlhf_jax.runtime import to_host

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.dispatch import Device, choose
 from rlhf_jax.config.schema import Config
 from rlhf_jax.memory.sizes import parameter_counts
-from rlhf_jax.model import kernels as mesh_kernels
+from rlhf_jax.models import kernels as mesh_kernels
 from rlhf_jax.placement.pipelined import check_layers, check_pipelines, is_pipelined
 from rlhf_jax.placement.plan import Placement, Plan, check_kernels, check_models, check_parts
 from rlhf_jax.placement.presets import layer_counts, plan_of

@@ -15,9 +15,9 @@ from rlhf_jax.memory import estimate, host
 from rlhf_jax.memory import parts as memory_parts
 from rlhf_jax.memory.parts import GIGA
 from rlhf_jax.memory.sizes import count_weights
-from rlhf_jax.model.shardings import unsplit
-from rlhf_jax.model.transformer import abstract_weights
-from rlhf_jax.model.weights.source import digest
+from rlhf_jax.models.files.source import digest
+from rlhf_jax.models.shardings import unsplit
+from rlhf_jax.models.transformer import abstract_weights
 from rlhf_jax.monitoring import console
 from rlhf_jax.placement.pipelined import is_pipelined
 from rlhf_jax.placement.plan import Plan, training_layout

@@ -13,9 +13,9 @@ from rlhf_jax.config.schema import Config
 from rlhf_jax.generation.decoding import decoding_weights
 from rlhf_jax.inference.values import critic_of
 from rlhf_jax.mesh import FLOAT32, Layout
-from rlhf_jax.model.shardings import model_shardings
-from rlhf_jax.model.transformer import abstract_weights
-from rlhf_jax.model.weights.source import Source
+from rlhf_jax.models.files.source import Source
+from rlhf_jax.models.shardings import model_shardings
+from rlhf_jax.models.transformer import abstract_weights
 from rlhf_jax.placement.transfer import put_aside, transfer
 from rlhf_jax.setup.opened import Opened
 from rlhf_jax.training.distill import student_of

@@ -28,8 +28,8 @@ from rlhf_jax.generation import drafting
 from rlhf_jax.generation.speculative.protocol import register as register_drafter
 from rlhf_jax.memory import estimate
 from rlhf_jax.memory.sizes import PlannedRun, bubble_warnings, count_weights
-from rlhf_jax.model.families import register as register_family
-from rlhf_jax.model.weights.source import Source, digest, open_source
+from rlhf_jax.models.families import register as register_family
+from rlhf_jax.models.files.source import Source, digest, open_source
 from rlhf_jax.placement.plan import CallLayouts, Plan, training_layout
 from rlhf_jax.rewards.sources import check_columns
 from rlhf_jax.runtime import distributed

@@ -15,6 +15,7 @@ from rlhf_jax.generation import drafting
 from rlhf_jax.generation.ahead import restore_samples
 from rlhf_jax.generation.history import History
 from rlhf_jax.generation.precompile import BackgroundCompiler
+from rlhf_jax.generation.reallocation import planner
 from rlhf_jax.generation.requests import GenerationConfig
 from rlhf_jax.generation.stage import GenerationSettings
 from rlhf_jax.generation.strategy import prior
@@ -23,7 +24,6 @@ from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.losses import kl
 from rlhf_jax.mesh import AXES, Layout
 from rlhf_jax.placement.plan import training_layout
-from rlhf_jax.reallocation import planner
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.compilation import Programs
 from rlhf_jax.setup.models import learning_rates, make_optimizers

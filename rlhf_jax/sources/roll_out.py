@@ -12,6 +12,8 @@ import numpy as np
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.generation.assignment import AssignmentPolicy
 from rlhf_jax.generation.history import requests
+from rlhf_jax.generation.reallocation import forecasts
+from rlhf_jax.generation.reallocation.forecasts import LengthForecasts
 from rlhf_jax.generation.requests import GenerationCounts, RoundReport, Sample
 from rlhf_jax.generation.slice_groups import slice_group_of
 from rlhf_jax.generation.speculative.round import ModelPair
@@ -27,8 +29,6 @@ from rlhf_jax.inference.overlap import ScoringQueue
 from rlhf_jax.inference.scoring import Scored
 from rlhf_jax.monitoring.phases import timed
 from rlhf_jax.monitoring.trace import Span, idle_share, since
-from rlhf_jax.reallocation import forecasts
-from rlhf_jax.reallocation.forecasts import LengthForecasts
 from rlhf_jax.rewards.combination import Response, RewardResult, Score
 from rlhf_jax.rewards.samples import Rewards, compute_rewards, responses_of
 from rlhf_jax.runtime import distributed

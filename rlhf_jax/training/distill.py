@@ -23,10 +23,10 @@ import numpy as np
 from rlhf_jax.generation.decoding import completed
 from rlhf_jax.generation.speculative.sampling import draw
 from rlhf_jax.mesh import place_rows
-from rlhf_jax.model.attention import packed_block
-from rlhf_jax.model.columns import map_tokens
-from rlhf_jax.model.packed import read_packed
-from rlhf_jax.model.transformer import cast, logits, stack
+from rlhf_jax.models.attention import packed_block
+from rlhf_jax.models.columns import map_tokens
+from rlhf_jax.models.packed import read_packed
+from rlhf_jax.models.transformer import cast, logits, stack
 from rlhf_jax.placement.transfer import is_in_place, transfer
 from rlhf_jax.runtime import to_host
 from rlhf_jax.sequences.batch import PackedSequences, Sequences

@@ -15,9 +15,9 @@ from flax import struct
 
 from rlhf_jax.generation.decoding import completed
 from rlhf_jax.mesh import Layout, place_rows
-from rlhf_jax.model.packed import read_packed
-from rlhf_jax.model.shardings import pin_weights
-from rlhf_jax.model.transformer import cast
+from rlhf_jax.models.packed import read_packed
+from rlhf_jax.models.shardings import pin_weights
+from rlhf_jax.models.transformer import cast
 from rlhf_jax.monitoring.parts import PhaseParts
 from rlhf_jax.runtime.compilation import Execute, run_now
 from rlhf_jax.sequences.batch import PackedSequences

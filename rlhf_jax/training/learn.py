@@ -14,10 +14,10 @@ import numpy as np
 import optax
 
 from rlhf_jax.mesh import ONE_DEVICE, Layout, for_all_to_read, place_rows
-from rlhf_jax.model.attention import packed_block
-from rlhf_jax.model.packed import padding_flops
-from rlhf_jax.model.shardings import model_shardings
-from rlhf_jax.model.transformer import cast, stack
+from rlhf_jax.models.attention import packed_block
+from rlhf_jax.models.packed import padding_flops
+from rlhf_jax.models.shardings import model_shardings
+from rlhf_jax.models.transformer import cast, stack
 from rlhf_jax.monitoring.parts import PhaseParts
 from rlhf_jax.placement.pipelined import StageTimes
 from rlhf_jax.runtime import to_host

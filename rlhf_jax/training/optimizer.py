@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rlhf_jax.model.families import weight_at
+from rlhf_jax.models.families import weight_at
 from rlhf_jax.runtime import to_host
 from rlhf_jax.runtime.compilation import Execute, run_now
 from rlhf_jax.runtime.shards import owners_of, place_parts

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from rlhf_jax.model.flops import count_flops
-from rlhf_jax.model.transformer import abstract_weights
+from rlhf_jax.models.flops import count_flops
+from rlhf_jax.models.transformer import abstract_weights
 from rlhf_jax.pipeline.schedule import Schedule
 from rlhf_jax.pipeline.search import solve
 from rlhf_jax.placement.pipelined import StageTimes, joint_problem, limit_inputs, serial_schedule

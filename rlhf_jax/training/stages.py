@@ -13,9 +13,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlhf_jax.mesh import ROW_AXES, Layout, on_slice, pin_rows
-from rlhf_jax.model.packed import predicting_states, run_packed
-from rlhf_jax.model.shardings import model_shardings, pin_weights
-from rlhf_jax.model.transformer import cast, embed_tokens
+from rlhf_jax.models.packed import predicting_states, run_packed
+from rlhf_jax.models.shardings import model_shardings, pin_weights
+from rlhf_jax.models.transformer import cast, embed_tokens
 from rlhf_jax.placement.transfer import move, transfer_ends
 from rlhf_jax.runtime.compilation import Execute
 from rlhf_jax.runtime.shards import send_shards

@@ -15,8 +15,8 @@ import readers
 import test_gguf
 import tiny_run
 
-from rlhf_jax.model.transformer import init
-from rlhf_jax.model.weights import huggingface
+from rlhf_jax.models.files import huggingface
+from rlhf_jax.models.transformer import init
 from rlhf_jax.rewards.calls import RewardCall
 from rlhf_jax.rewards.combination import Response
 from rlhf_jax.runtime import messages

@@ -18,8 +18,8 @@ import pytest
 from disagreeing import folders_apart
 from test_folders import TOLERANCE, read
 
-from rlhf_jax.model.weights import huggingface
-from rlhf_jax.model.weights.source import Source, open_source
+from rlhf_jax.models.files import huggingface
+from rlhf_jax.models.files.source import Source, open_source
 
 
 def settings(examples: int) -> hypothesis.settings:

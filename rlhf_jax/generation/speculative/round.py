@@ -33,8 +33,8 @@ from rlhf_jax.generation.speculative.sampling import (
 )
 from rlhf_jax.generation.strategy.expected_gain import UNMEASURED
 from rlhf_jax.mesh import ONE_DEVICE, Layout, pin_rows
-from rlhf_jax.model import kernels as laid
-from rlhf_jax.model.transformer import forward, logits
+from rlhf_jax.models import kernels as laid
+from rlhf_jax.models.transformer import forward, logits
 from rlhf_jax.types import Array, Emission, Model, Strategy, Tree
 
 ModelPair = tuple[Model, Model | None]  # The target, and the draft model if there is one.

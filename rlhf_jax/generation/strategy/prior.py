@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from rlhf_jax.generation.strategy import cost
 from rlhf_jax.generation.strategy.cost import Costs
 from rlhf_jax.generation.strategy.roofline import ModelWork
-from rlhf_jax.model.flops import pair_flops, product_flops
+from rlhf_jax.models.flops import pair_flops, product_flops
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
 

@@ -15,8 +15,8 @@ from rlhf_jax.generation.strategy import prior
 from rlhf_jax.generation.strategy.roofline import RATES, Roofline
 from rlhf_jax.memory.sizes import PlannedRun, row_share
 from rlhf_jax.mesh import Layout
-from rlhf_jax.model.attention import QUERY_BLOCK, packed_block
-from rlhf_jax.model.flops import pair_flops, product_flops
+from rlhf_jax.models.attention import QUERY_BLOCK, packed_block
+from rlhf_jax.models.flops import pair_flops, product_flops
 from rlhf_jax.planner.chips import Chip, ring_bandwidth
 from rlhf_jax.planner.hardware import Hardware
 from rlhf_jax.planner.search.collectives import received_bytes

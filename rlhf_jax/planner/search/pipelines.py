@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from rlhf_jax.memory.sizes import weight_bytes
 from rlhf_jax.mesh import AXES, FLOAT32, abstract_mesh
-from rlhf_jax.model.attention import packed_block
+from rlhf_jax.models.attention import packed_block
 from rlhf_jax.pipeline.problem import PipelineProblem
 from rlhf_jax.placement.pipelined import (
     StageTimes,

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from rlhf_jax import mesh as meshes
 from rlhf_jax.mesh import Layout
-from rlhf_jax.model.shardings import model_shardings
-from rlhf_jax.model.transformer import abstract_weights
+from rlhf_jax.models.shardings import model_shardings
+from rlhf_jax.models.transformer import abstract_weights
 from rlhf_jax.planner.search.collectives import received_bytes
 from rlhf_jax.types import ModelConfig
 

@@ -19,7 +19,7 @@ from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.protocol import DraftContext, Drafter, Execute, Proposal
 from rlhf_jax.generation.speculative.sampling import Truncation, rank
 from rlhf_jax.mesh import ONE_DEVICE, Layout, pin_rows
-from rlhf_jax.model.transformer import forward, logits
+from rlhf_jax.models.transformer import forward, logits
 from rlhf_jax.types import Array, Emission, Model, Strategy
 
 CATCH_UP_TOKENS = 8  # Tokens of each row that one step of `catch_up` feeds.

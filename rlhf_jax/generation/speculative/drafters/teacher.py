@@ -19,9 +19,9 @@ from rlhf_jax.generation.speculative.drafters.model import confidence_of
 from rlhf_jax.generation.speculative.sampling import Truncation
 from rlhf_jax.generation.strategy.acceptance import DEPTHS, NOTHING, RANKS, Observations, bands
 from rlhf_jax.mesh import ONE_DEVICE, Layout, pin_rows
-from rlhf_jax.model.attention import causal_on
-from rlhf_jax.model.columns import join_columns, split_columns
-from rlhf_jax.model.transformer import forward, logits
+from rlhf_jax.models.attention import causal_on
+from rlhf_jax.models.columns import join_columns, split_columns
+from rlhf_jax.models.transformer import forward, logits
 from rlhf_jax.types import Array, Model
 
 HEAD_TOKENS = 512  # Tokens whose logits exist at one time.

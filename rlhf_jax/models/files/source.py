@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from rlhf_jax.data.download import smollm2
 from rlhf_jax.data.tokenizer import Tokenizer, check_vocabulary, read_tokenizer
-from rlhf_jax.model.weights import gguf, gguf_file, huggingface
+from rlhf_jax.models.files import gguf, gguf_file, huggingface
 from rlhf_jax.runtime import to_host
 from rlhf_jax.types import Model, ModelConfig
 

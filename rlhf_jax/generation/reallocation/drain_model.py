@@ -7,7 +7,7 @@ import functools
 
 import numpy as np
 
-from rlhf_jax.reallocation.length_model import CHANCES, SHARES
+from rlhf_jax.generation.reallocation.length_model import CHANCES, SHARES
 
 BINS = 64  # The bins of tokens to come, of equal width, up to the horizon.
 ROUNDING = 1e-6  # The rows below which an expected number is none.

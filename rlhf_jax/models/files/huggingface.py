@@ -18,11 +18,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from rlhf_jax.data.tokenizer import Tokenizer
-from rlhf_jax.model import weight_table
-from rlhf_jax.model.families.family import END_WEIGHTS
-from rlhf_jax.model.weights import huggingface_config, safetensors_file
-from rlhf_jax.model.weights.huggingface_config import config_json
-from rlhf_jax.model.weights.sizes import checked_ids, token_id
+from rlhf_jax.models import weight_table
+from rlhf_jax.models.families.family import END_WEIGHTS
+from rlhf_jax.models.files import huggingface_config, safetensors_file
+from rlhf_jax.models.files.huggingface_config import config_json
+from rlhf_jax.models.files.sizes import checked_ids, token_id
 from rlhf_jax.runtime.foreign import read_json
 from rlhf_jax.types import Model, ModelConfig
 

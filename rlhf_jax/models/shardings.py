@@ -9,8 +9,8 @@ import jax
 from jax.sharding import NamedSharding
 
 from rlhf_jax.mesh import ROLES, Layout, named
-from rlhf_jax.model.families import weight_at
-from rlhf_jax.model.weight import WeightKind
+from rlhf_jax.models.families import weight_at
+from rlhf_jax.models.weight import WeightKind
 
 T = TypeVar("T")
 

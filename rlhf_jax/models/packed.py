@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.mesh import Layout, pin_rows
-from rlhf_jax.model.attention import packed_block, packed_on
-from rlhf_jax.model.columns import count_mapped
-from rlhf_jax.model.flops import pair_flops, product_flops
-from rlhf_jax.model.transformer import embed_tokens, final_norm, run_layers
+from rlhf_jax.models.attention import packed_block, packed_on
+from rlhf_jax.models.columns import count_mapped
+from rlhf_jax.models.flops import pair_flops, product_flops
+from rlhf_jax.models.transformer import embed_tokens, final_norm, run_layers
 from rlhf_jax.sequences.batch import PackedSequences
 from rlhf_jax.sequences.packing import Packed
 from rlhf_jax.types import Model, ModelConfig

@@ -1,6 +1,6 @@
 """Qwen2: Llama with biases on query, key and value."""
 
-from rlhf_jax.model.families.family import LAYER_WEIGHTS, Family, layer_weight
+from rlhf_jax.models.families.family import LAYER_WEIGHTS, Family, layer_weight
 
 _BIASES = {
     "query_bias": layer_weight("HD", ("HD",), 0.0, "self_attn.q_proj.bias", "attn_q.bias"),

@@ -14,9 +14,14 @@ import dataclasses
 
 import numpy as np
 
-from rlhf_jax.reallocation import packing
-from rlhf_jax.reallocation.drain_model import ROUNDING, DecodeRate, DrainForecast, decode_rate_of
-from rlhf_jax.reallocation.length_model import SHARES
+from rlhf_jax.generation.reallocation import packing
+from rlhf_jax.generation.reallocation.drain_model import (
+    ROUNDING,
+    DecodeRate,
+    DrainForecast,
+    decode_rate_of,
+)
+from rlhf_jax.generation.reallocation.length_model import SHARES
 
 WAITS = -1  # The place of a sample that has no slice.
 

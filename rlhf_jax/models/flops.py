@@ -13,7 +13,7 @@ from typing import cast as typed
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from rlhf_jax.model.transformer import abstract_weights
+from rlhf_jax.models.transformer import abstract_weights
 from rlhf_jax.types import ModelConfig
 
 

@@ -4,12 +4,12 @@ from typing import Any
 
 from jax.tree_util import DictKey
 
-from rlhf_jax.model.families.family import END_WEIGHTS, Family
-from rlhf_jax.model.families.llama import LLAMA
-from rlhf_jax.model.families.mistral import MISTRAL
-from rlhf_jax.model.families.qwen2 import QWEN2
-from rlhf_jax.model.families.qwen3 import QWEN3
-from rlhf_jax.model.weight import Weight, WeightTable
+from rlhf_jax.models.families.family import END_WEIGHTS, Family
+from rlhf_jax.models.families.llama import LLAMA
+from rlhf_jax.models.families.mistral import MISTRAL
+from rlhf_jax.models.families.qwen2 import QWEN2
+from rlhf_jax.models.families.qwen3 import QWEN3
+from rlhf_jax.models.weight import Weight, WeightTable
 from rlhf_jax.types import ModelConfig
 
 # By name, in the order in which error sentences list them.

@@ -1,6 +1,6 @@
 """Qwen3: Llama with normalised queries and keys, and heads of a width of their own."""
 
-from rlhf_jax.model.families.family import LAYER_WEIGHTS, Family, layer_weight
+from rlhf_jax.models.families.family import LAYER_WEIGHTS, Family, layer_weight
 
 _NORMS = {
     "query_norm": layer_weight("D", ("D",), 1.0, "self_attn.q_norm.weight", "attn_q_norm.weight"),

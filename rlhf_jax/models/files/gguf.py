@@ -13,12 +13,12 @@ from jax.typing import DTypeLike
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from rlhf_jax.data.tokenizer import Tokenizer
-from rlhf_jax.model import weight_table
-from rlhf_jax.model.families import FAMILIES
-from rlhf_jax.model.families.family import END_WEIGHTS
-from rlhf_jax.model.transformer import rope_frequencies
-from rlhf_jax.model.weights.gguf_file import File
-from rlhf_jax.model.weights.sizes import checked, checked_ids, token_id
+from rlhf_jax.models import weight_table
+from rlhf_jax.models.families import FAMILIES
+from rlhf_jax.models.families.family import END_WEIGHTS
+from rlhf_jax.models.files.gguf_file import File
+from rlhf_jax.models.files.sizes import checked, checked_ids, token_id
+from rlhf_jax.models.transformer import rope_frequencies
 from rlhf_jax.runtime.foreign import check_kinds, reading_foreign
 from rlhf_jax.types import Model, ModelConfig, RopeScaling
 

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from rlhf_jax.mesh import ROW_AXES, Layout
-from rlhf_jax.model.shardings import model_shardings, pin_weights
+from rlhf_jax.models.shardings import model_shardings, pin_weights
 from rlhf_jax.types import Array, Model
 
 ArrayTree = TypeVar("ArrayTree")  # An array, or a pytree of them.

@@ -15,10 +15,10 @@ import jax
 import numpy as np
 from jax.tree_util import DictKey
 
-from rlhf_jax.model.families import FAMILIES, weights_of
-from rlhf_jax.model.families.family import END_WEIGHTS
-from rlhf_jax.model.transformer import abstract_weights
-from rlhf_jax.model.weight import Weight, plain
+from rlhf_jax.models.families import FAMILIES, weights_of
+from rlhf_jax.models.families.family import END_WEIGHTS
+from rlhf_jax.models.transformer import abstract_weights
+from rlhf_jax.models.weight import Weight, plain
 from rlhf_jax.types import Model, ModelConfig
 
 

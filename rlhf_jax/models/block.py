@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.model.weight import product
+from rlhf_jax.models.weight import product
 from rlhf_jax.types import Array, Layer, ModelConfig
 
 Rotation = tuple[jax.Array, jax.Array]  # cos and sin, float32 [B, Q, D/2]

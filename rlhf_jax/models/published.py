@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from rlhf_jax.model.weights import gguf, gguf_file, huggingface_config
+from rlhf_jax.models.files import gguf, gguf_file, huggingface_config
 from rlhf_jax.types import ModelConfig, RopeScaling
 
 _LLAMA_8B = ModelConfig(

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec
 from pallas_kernels import BLOCK, Shape, implementation
 from pallas_kernels.verify_head import Parts, combine
 from rlhf_jax.mesh import ROW_AXES, Layout, on_each
-from rlhf_jax.model.transformer import head_of
-from rlhf_jax.model.weight import OutputFirst
+from rlhf_jax.models.transformer import head_of
+from rlhf_jax.models.weight import OutputFirst
 from rlhf_jax.types import Model, ModelConfig
 
 

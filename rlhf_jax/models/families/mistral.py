@@ -1,6 +1,6 @@
 """Mistral: Llama with a sliding window; its GGUF files say that they are Llama's."""
 
-from rlhf_jax.model.families.family import Family
+from rlhf_jax.models.families.family import Family
 
 MISTRAL = Family(
     name="mistral",

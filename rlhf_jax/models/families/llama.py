@@ -1,6 +1,6 @@
 """Llama: the family that the others differ from."""
 
-from rlhf_jax.model.families.family import Family
+from rlhf_jax.models.families.family import Family
 
 LLAMA = Family(
     name="llama",

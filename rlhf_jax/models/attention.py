@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from rlhf_jax.mesh import ONE_DEVICE, ROW_AXES, Layout
-from rlhf_jax.model.packed_attention import attend_packed
+from rlhf_jax.models.packed_attention import attend_packed
 from rlhf_jax.runtime.jax_internals import cudnn_version
 
 # Plain attention takes so many queries at a time, and so many make a block of splash attention.

@@ -12,7 +12,13 @@ import dataclasses
 
 import numpy as np
 
-from rlhf_jax.reallocation.drain_model import BINS, ROUNDING, DecodeRate, DrainForecast, put_off
+from rlhf_jax.generation.reallocation.drain_model import (
+    BINS,
+    ROUNDING,
+    DecodeRate,
+    DrainForecast,
+    put_off,
+)
 
 # The bins in which all samples of a slice end, one after the other.
 _WIDE = 2 * BINS

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from rlhf_jax.model.block import gated_block
-from rlhf_jax.model.weight import Weight, WeightTable
+from rlhf_jax.models.block import gated_block
+from rlhf_jax.models.weight import Weight, WeightTable
 
 # The weights beside the layers, by their field of `Model`.
 END_WEIGHTS: WeightTable = {

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_jax.model.families import FAMILIES, Family
-from rlhf_jax.model.weights.sizes import checked, token_id
+from rlhf_jax.models.families import FAMILIES, Family
+from rlhf_jax.models.files.sizes import checked, token_id
 from rlhf_jax.runtime.foreign import check_kinds, read_json, reading_foreign
 from rlhf_jax.types import ModelConfig, RopeScaling
 

@@ -15,12 +15,12 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 
-from rlhf_jax.model.attention import causal
-from rlhf_jax.model.block import rms_norm
-from rlhf_jax.model.families import FAMILIES, weights_of
-from rlhf_jax.model.families.family import END_WEIGHTS
-from rlhf_jax.model.packed_attention import ATTENDED
-from rlhf_jax.model.weight import OutputFirst
+from rlhf_jax.models.attention import causal
+from rlhf_jax.models.block import rms_norm
+from rlhf_jax.models.families import FAMILIES, weights_of
+from rlhf_jax.models.families.family import END_WEIGHTS
+from rlhf_jax.models.packed_attention import ATTENDED
+from rlhf_jax.models.weight import OutputFirst
 from rlhf_jax.types import Array, Model, ModelConfig
 
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlhf_jax.reallocation import length_model
-from rlhf_jax.reallocation.length_model import Lengths
+from rlhf_jax.generation.reallocation import length_model
+from rlhf_jax.generation.reallocation.length_model import Lengths
 
 BY_EARLIER = "earlier"  # Responses to the prompt in stages before.
 BY_SIBLINGS = "siblings"  # Those that have ended in the same stage.
