@@ -44,12 +44,15 @@ WORKFLOWS = {
     "dpo": Workflow("DPO", "loss/policy"),
     "kto": Workflow("KTO", "loss/policy"),
     "reward_model": Workflow("a reward model", "loss/reward", "reward_model"),
+    "preference_model": Workflow(
+        "a preference model", "loss/policy", changes={"data__max_prompt_tokens": 96}
+    ),
     "ANCHORED": Workflow(
         "GRPO with an anchor", "anchor/loss", changes=GENERATES | {"algorithm__anchor": 0.1}
     ),
     "TWO_CRITICS": Workflow("PPO", "judge/loss", changes=GENERATES),
 }
-LIKE_OTHERS = ("ANCHORED", "TWO_CRITICS", "dpo", "kto")
+LIKE_OTHERS = ("ANCHORED", "TWO_CRITICS", "dpo", "kto", "preference_model")
 
 
 def named(algorithm: str) -> str:

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from rlhf_jax.config.schema import Config
 from rlhf_jax.runtime.extensions import Table, load_named
 from rlhf_jax.sequences.batch import Sequences
@@ -55,6 +57,9 @@ class Algorithm:
     # the field of a row that says whether its one sample is desirable. Each row then has a second
     # sample, another row's answer to its prompt, of `preference` 0.
     label: str = ""
+    # of a row of `data.train`, random numbers and the row's place for messages: the row whose
+    # prompt and samples are read. None: the row itself
+    rewrite: Callable[[dict[str, Any], np.random.Generator, str], dict[str, Any]] | None = None
     # whether samples have rewards, whose functions or models a config must then name
     rewarded: bool = True
     # how a minibatch's losses are summed where the config leaves it open: a name of AGGREGATES
@@ -118,6 +123,7 @@ ALGORITHMS: Table[Algorithm | str] = Table(
         "ppo": "rlhf_jax.algorithms.ppo:PPO",
         "sft": "rlhf_jax.algorithms.sft:SFT",
         "reward_model": "rlhf_jax.algorithms.reward_model:REWARD_MODEL",
+        "preference_model": "rlhf_jax.algorithms.preference_model:PREFERENCE_MODEL",
         "dpo": "rlhf_jax.algorithms.dpo:DPO",
         "kto": "rlhf_jax.algorithms.kto:KTO",
         "distill": "rlhf_jax.algorithms.distill:DISTILL",

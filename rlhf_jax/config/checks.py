@@ -13,6 +13,7 @@ NAMING_KEYS = (
     "sinks",
     "reward.functions",
     "reward.models",
+    "reward.preference_models",
     "generation.drafters",
     "model.families",
 )

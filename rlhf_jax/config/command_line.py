@@ -48,6 +48,7 @@ PATH_KEYS = (
     "data.eval",
     "reward.functions",
     "reward.models",
+    "reward.preference_models",
     "plan",
 )
 PLACE_FLAGS = ("--coordinator", "--processes", "--process")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rlhf_jax.config.algorithms import algorithm_of
 from rlhf_jax.config.schema import Config
+from rlhf_jax.types import ModelConfig
 
 
 def adaptive(config: Config) -> bool:
@@ -58,6 +59,16 @@ def text_tokens(config: Config) -> int:
     return config.data.max_prompt_tokens + response_tokens(config)
 
 
+def reward_tokens(config: Config, model: ModelConfig) -> int:
+    """Return the tokens of the longest text of a reward's model, padded to whole buckets.
+
+    A language model reads two responses, to compare them.
+    """
+    bucket = config.training.length_bucket
+    tokens = text_tokens(config) + (not model.scalar_head) * response_tokens(config)
+    return -(-tokens // bucket) * bucket
+
+
 def microbatch_rows(config: Config) -> int:
     """Return how many of the longest samples a micro-batch has room for, over all devices."""
     tokens = config.training.microbatch_tokens
@@ -99,13 +110,18 @@ def trained_critics(config: Config) -> tuple[str, ...]:
     return tuple(role for role in critics(config) if trains(config, role))
 
 
+def reward_models(config: Config) -> tuple[str, ...]:
+    """Return the folders of the models that give rewards: those of texts, then those of pairs."""
+    return (*config.reward.models, *config.reward.preference_models)
+
+
 def calls(config: Config) -> tuple[str, ...]:
     """Return the calls that an iteration has, by their names in a plan.
 
     The weights that generation draws from are those of the policy's training, be it trained or not;
     a student is trained in that call, too.
     """
-    rewards = rewarded(config) and bool(config.reward.models)
+    rewards = rewarded(config) and bool(reward_models(config))
     written = generates(config)
     return (
         *(["generation"] if written else []),

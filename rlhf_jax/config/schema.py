@@ -138,7 +138,10 @@ DEFAULTS: dict[str, Any] = {
         "functions": (),
         # reward models: Hugging Face sequence-classification folders, read at the last token
         "models": (),
-        # weights of the functions, then of the models; () for 1 each
+        # preference models: language models that compare the responses to a prompt by pairs and
+        # name the better one; a reward is the mean probability of being better than another
+        "preference_models": (),
+        # weights of the functions, then of both kinds of models; () for 1 each
         "weights": (),
         # worker processes of each function
         "workers": 2,

@@ -53,14 +53,8 @@ def read_given(
     dropped = collections.Counter(prompts.dropped)
     for number, row in enumerate(prompts.rows):
         where = f"{name}: the row of prompt {prompts.texts[number]!r:.60}"
-        contents = [_content(row.get(field), field, where) for field in fields]
-        if len(contents) > 1 and contents[0] == contents[1]:
-            raise ValueError(
-                f"{where} has the same text in {fields[0]!r} and {fields[1]!r}, so none is"
-                " preferred; leave the row out."
-            )
         samples = []
-        for content in contents:
+        for content in contents(row, fields, where):
             if isinstance(content, str):
                 tokens = [*tokenizer.encode(content), *end]
                 samples.append(Given(np.array(tokens, np.int32), np.ones(len(tokens), bool)))
@@ -100,6 +94,22 @@ def _preferences(row: dict[str, Any], count: int, label: str, where: str) -> lis
             f"{where} must have true or false in its field {label!r}, and has {desirable!r:.60}."
         )
     return [1.0 if desirable else -1.0]
+
+
+def contents(
+    row: Mapping[str, Any], fields: Sequence[str], where: str
+) -> list[str | list[dict[str, Any]]]:
+    """Return the samples of a row: each a text, or its messages where it has several.
+
+    ValueError, which begins with `where`, where one is missing, or two are equal.
+    """
+    found = [_content(row.get(field), field, where) for field in fields]
+    if len(found) > 1 and found[0] == found[1]:
+        raise ValueError(
+            f"{where} has the same text in {fields[0]!r} and {fields[1]!r}, so none is"
+            " preferred; leave the row out."
+        )
+    return found
 
 
 def _content(given: Any, field: str, where: str) -> str | list[dict[str, Any]]:

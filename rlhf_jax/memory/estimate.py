@@ -294,8 +294,7 @@ def scoring_bytes(
     A reward model's texts are padded to whole buckets. Without `gathers` weights are whole.
     """
     if role == "reward":
-        bucket = run.config.training.length_bucket
-        layer = run.forward(model, rows, -(-run.text_tokens // bucket) * bucket)
+        layer = run.forward(model, rows, derived.reward_tokens(run.config, model))
     else:
         layer = run.forward_packed(model, rows * run.text_tokens)
     layer += gathers * (run.gathered_block(model) + run.turned(model))

@@ -73,7 +73,12 @@ def lacking(config: Config) -> str:
     here = count_devices()
     if -1 not in asked and math.prod(asked) != here:
         return f"the config asks for {math.prod(asked)} devices, and here are {here}"
-    paths = (config.model.path, config.drafter.path, config.critic.path, *config.reward.models)
+    paths = (
+        config.model.path,
+        config.drafter.path,
+        config.critic.path,
+        *derived.reward_models(config),
+    )
     missing = [
         path
         for path in paths
@@ -105,4 +110,6 @@ def _models(config: Config) -> ModelConfigs:
         role: shape_of(config.critic.path) if config.critic.path else policy
         for role in derived.critics(config)
     }
-    return ModelConfigs(policy, drafter, critics, tuple(map(shape_of, config.reward.models)))
+    return ModelConfigs(
+        policy, drafter, critics, tuple(map(shape_of, derived.reward_models(config)))
+    )

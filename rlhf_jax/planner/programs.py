@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rlhf_jax.config import derived
 from rlhf_jax.generation import drafting
 from rlhf_jax.inference.scoring import READ, score_packed
 from rlhf_jax.memory import estimate
@@ -56,14 +57,15 @@ def scores(calls: PlacedCalls, call: str, model: ModelConfig) -> CallProgram:
     role = call.removesuffix("_inference")
     rewards = role == "reward"
     if rewards:
-        bucket = config.training.length_bucket
-        passes = passes._replace(tokens=-(-passes.tokens // bucket) * bucket, predicted=1)
+        passes = passes._replace(tokens=derived.reward_tokens(config, model), predicted=1)
+
+    letters = None if model.scalar_head else (0, 1)  # any two tokens of a preference model
 
     def run_scores(execute: Execute, _: int) -> object:
         weights = shapes.model_shapes(model, run.layout)
         if rewards:
             tokens, last = shapes.prompt_shapes(passes.samples, passes.tokens, run.layout)
-            return execute(read_scores, weights, tokens, last, run.layout)
+            return execute(read_scores, weights, tokens, last, run.layout, letters)
         batch = shapes.packed_shapes(config, run.layout, passes.samples, READ)
         temperature = config.generation.temperature
         return execute(score_packed, weights, batch, temperature=temperature, layout=run.layout)

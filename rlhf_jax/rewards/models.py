@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import chex
 import jax
@@ -69,8 +69,23 @@ def start_scoring(
     texts = [_tokens_to_read(reward_model, response) for response in responses]
     fitting = {index: text for index, text in enumerate(texts) if not isinstance(text, str)}
     failures = {index: text for index, text in enumerate(texts) if isinstance(text, str)}
-    rows = rows_of_shard(reward_model.rows, layout.row_shards) * layout.row_shards
-    bucket = reward_model.length_bucket
+    rows, bucket = reward_model.rows, reward_model.length_bucket
+    return start_reading(weights, fitting, rows, bucket, layout), failures
+
+
+def start_reading(
+    weights: Model,
+    fitting: Mapping[int, Sequence[int]],
+    rows: int,
+    bucket: int,
+    layout: Layout,
+    letters: tuple[int, int] | None = None,
+) -> list[ScoredRows]:
+    """Start to read texts of tokens, `rows` at a time; those of like length go together.
+
+    bucket, letters: as `RewardModel.length_bucket` and `read_scores` have them.
+    """
+    rows = rows_of_shard(rows, layout.row_shards) * layout.row_shards
     order = sorted(fitting, key=lambda index: len(fitting[index]))
     parts = []
     for start in range(0, len(order), rows):
@@ -82,8 +97,18 @@ def start_scoring(
             tokens[row, : len(fitting[index])] = fitting[index]
             last[row] = len(fitting[index]) - 1
         placed = place_rows((tokens, last), layout)
-        parts.append((chosen, read_scores(weights, *placed, layout)))
-    return parts, failures
+        parts.append((chosen, read_scores(weights, *placed, layout, letters)))
+    return parts
+
+
+def finish_reading(parts: Sequence[ScoredRows]) -> dict[int, float]:
+    """Wait for the scores of texts: by their index."""
+    results: dict[int, float] = {}
+    found = to_host.fetch([scored for _, scored in parts])
+    for (chosen, _), scored in zip(parts, found, strict=True):
+        # The last rows of `scored` may be padding.
+        results |= zip(chosen, scored.tolist(), strict=False)
+    return results
 
 
 def model_scorer(reward_model: RewardModel, layout: Layout = ONE_DEVICE) -> Scorer:
@@ -96,11 +121,7 @@ def model_scorer(reward_model: RewardModel, layout: Layout = ONE_DEVICE) -> Scor
     def score(responses: Sequence[Response]) -> Scores:
         nonlocal works
         parts, failures = start_scoring(reward_model, responses, layout)
-        results: dict[int, float | str] = {**failures}
-        found = to_host.fetch([scored for _, scored in parts])
-        for (chosen, _), scored in zip(parts, found, strict=True):
-            # The last rows of `scored` may be padding.
-            results |= zip(chosen, scored.tolist(), strict=False)
+        results: dict[int, float | str] = {**failures, **finish_reading(parts)}
         scores = as_scores([results[index] for index in range(len(responses))])
         works = works or len(scores.failures) < len(responses)
         if not works:
@@ -129,14 +150,18 @@ def _tokens_to_read(reward_model: RewardModel, response: Response) -> list[int] 
     return f"has {len(tokens)} tokens, the context is 1 to {source.config.max_context}"
 
 
-@functools.partial(jax.jit, static_argnames="layout")
-def read_scores(model: Model, tokens: Array, last: Array, layout: Layout) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("layout", "letters"))
+def read_scores(
+    model: Model, tokens: Array, last: Array, layout: Layout, letters: tuple[int, int] | None = None
+) -> jax.Array:
     """Compute the scalar head at position last[b] of tokens [B, T]: [B] float32.
 
-    Tokens after that position change nothing.
+    letters: of a language model two tokens; the score is how much likelier the first is to follow
+    than the second, in nats. Tokens after that position change nothing.
     """
     chex.assert_rank([tokens, last], [2, 1])
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     hidden, _ = forward(model, tokens, positions, attend=causal_on(layout))
     at_last = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-    return logits(model, at_last)[:, 0]
+    found = logits(model, at_last)
+    return found[:, 0] if letters is None else found[:, letters[0]] - found[:, letters[1]]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from rlhf_jax.config.derived import reward_models
 from rlhf_jax.config.schema import Config
 from rlhf_jax.rewards.children import Child, start_process
 from rlhf_jax.rewards.combination import READY, Scorer
@@ -114,7 +115,7 @@ def term_names(config: Config) -> list[str]:
     last part of its path.
     """
     functions = [source_of(spec).term_name(spec) for spec in config.reward.functions]
-    return functions + [pathlib.PurePath(path).name for path in config.reward.models]
+    return functions + [pathlib.PurePath(path).name for path in reward_models(config)]
 
 
 def check_sources(config: Config) -> dict[str, Signature]:

@@ -55,6 +55,10 @@ class Sequences:
             {name: chosen(name, column) for name, column in self.columns.items()},
         )
 
+    def first_token(self) -> Sequences:
+        """Return sequences of host arrays with the first token under the mask alone."""
+        return dataclasses.replace(self, mask=self.mask & (np.cumsum(self.mask, axis=1) == 1))
+
     def past_end(self) -> Sequences:
         """Return sequences of host arrays with the place behind the last token under the mask, too.
 

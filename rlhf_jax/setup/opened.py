@@ -117,7 +117,7 @@ def prepare(config: Config) -> Opened:
         config.training.learning_rate = usual(count_weights(policy.config))
     drafts = drafting.has_drafter(config)
     drafter = open_source(config.drafter.path) if drafts and config.drafter.path else None
-    rewards = tuple(_open_dated(path, config) for path in config.reward.models)
+    rewards = tuple(_open_dated(path, config) for path in derived.reward_models(config))
     prompts, given = _read_samples(config, policy, "train")
     held_out = None
     held_out_given = []
@@ -208,6 +208,13 @@ def _read_prompts(config: Config, policy: Source, key: str) -> Prompts:
             f"warning: {len(left_out)} rows of data.{key} are left out; the first: {left_out[0]}",
             file=sys.stderr,
         )
+    if rewrite := algorithm_of(config).rewrite:
+        rows = [
+            rewrite(
+                row, np.random.default_rng((config.seed, number)), f"Row {number} of data.{key}"
+            )
+            for number, row in enumerate(rows, start=1)
+        ]
     return tokenize(
         rows,
         policy.tokenizer,
@@ -250,7 +257,7 @@ def identity(opened: Opened) -> dict[str, Any]:
 
     found[ENDS] = list(opened.policy.stop_tokens)
     loaded = {"policy": opened.policy, "critic": critic}
-    loaded |= dict(zip(opened.config.reward.models, opened.rewards, strict=True))
+    loaded |= dict(zip(derived.reward_models(opened.config), opened.rewards, strict=True))
     found |= {f"the weights of the {name}": digest(one) for name, one in loaded.items() if one}
 
     for name, prompts in (("data.train", opened.prompts), ("data.eval", opened.held_out)):

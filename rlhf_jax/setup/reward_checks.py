@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from rlhf_jax.config import derived
 from rlhf_jax.config.checks import require, require_not_negative, require_one_of, require_positive
 from rlhf_jax.config.schema import Config
 from rlhf_jax.rewards.sources import term_names
@@ -15,7 +16,7 @@ OWN_MEASURES = ("reward", "finished", "distinct_pairs", "generation/tokens_per_r
 def check_rewards(config: Config) -> None:
     """Check that rewards can be computed, weighed and told apart."""
     reward = config.reward
-    terms = len(reward.functions) + len(reward.models)
+    terms = len(reward.functions) + len(derived.reward_models(config))
     require(
         terms > 0,
         "reward.functions and reward.models are empty; give --reward FILE.py:function, or the"
@@ -49,6 +50,13 @@ def check_rewards(config: Config) -> None:
         f"reward.max_failed is {reward.max_failed}; it must be at least 0 and below 1.",
     )
     group = config.generation.samples_per_prompt
+    measured = config.evaluation.samples_per_prompt if config.evaluation.every else 2
+    for key, samples in (("generation", group), ("evaluation", measured)):
+        require(
+            samples > 1 or not reward.preference_models,
+            f"reward.preference_models compare responses to one prompt; raise {key}"
+            ".samples_per_prompt to at least 2.",
+        )
     require(
         group > 1 or not config.generation.resample,
         f"generation.resample is {config.generation.resample}, but one sample of a prompt never"

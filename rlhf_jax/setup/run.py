@@ -18,6 +18,7 @@ from rlhf_jax.inference.scoring import ScoringSettings
 from rlhf_jax.placement.lanes import lanes_of
 from rlhf_jax.rewards.combination import EagerScorer, Scorer, Term, weighted
 from rlhf_jax.rewards.models import RewardModel, model_scorer
+from rlhf_jax.rewards.preferences import PreferenceModel, preference_scorer
 from rlhf_jax.rewards.samples import Rewards, penalise_and_clip
 from rlhf_jax.rewards.sharing import shared_out
 from rlhf_jax.rewards.sources import source_of, term_names
@@ -124,22 +125,25 @@ def _rewards(opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], No
     layout = opened.layouts.get("reward_inference", opened.layouts["policy_training"])
     reward = config.reward
     names = term_names(config)
-    models = {
-        name: RewardModel(
-            source,
-            load_idle(source, layout, config),
-            rows=derived.microbatch_rows(config),
-            length_bucket=config.training.length_bucket,
-        )
-        for name, source in zip(names[len(reward.functions) :], opened.rewards, strict=True)
-    }
+    rows, bucket = derived.microbatch_rows(config), config.training.length_bucket
+    loaded = [(source, load_idle(source, layout, config)) for source in opened.rewards]
+    readers = [
+        RewardModel(*model, rows=rows, length_bucket=bucket)
+        for model in loaded[: len(reward.models)]
+    ]
+    judges = [
+        PreferenceModel(*model, rows=rows, length_bucket=bucket)
+        for model in loaded[len(reward.models) :]
+    ]
+    models = dict(zip(names[len(reward.functions) :], readers, strict=False))
     functions = [
         stack.enter_context(source_of(spec).open(spec, config, alive)) for spec in reward.functions
     ]
     by_name = dict(zip(names, functions, strict=False))
     eager = {name: own for name, own in by_name.items() if isinstance(own, EagerScorer)}
-    read = [model_scorer(model, layout) for model in models.values()]
-    scorers = [*map(shared_out, functions), *read]
+    read = [model_scorer(model, layout) for model in readers]
+    compared = [preference_scorer(model, layout) for model in judges]
+    scorers = [*map(shared_out, functions), *read, *compared]
     weights = map(float, reward.weights or (1.0,) * len(scorers))
     terms = [Term(*term) for term in zip(names, weights, scorers, strict=True)]
     function = functools.partial(weighted, terms) if terms else None

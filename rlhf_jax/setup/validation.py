@@ -106,11 +106,14 @@ def validate_models(config: Config, models: ModelConfigs) -> None:
             f"{name}.path is a reward model, which scores text and cannot write it; give a"
             " language model.",
         )
-    for path, model in zip(config.reward.models, rewards, strict=True):
-        require(
-            model.scalar_head,
-            f"reward.models: {path} is a language model; give a sequence classifier.",
+    for path, model in zip(derived.reward_models(config), rewards, strict=True):
+        pairs = path in config.reward.preference_models
+        key, kind, asked = (
+            ("preference_models", "sequence classifier", "language model")
+            if pairs
+            else ("models", "language model", "sequence classifier")
         )
+        require(model.scalar_head != pairs, f"reward.{key}: {path} is a {kind}; give a {asked}.")
     kept = config.evaluation.top_k
     require(
         kept <= policy.vocab_size,
@@ -297,7 +300,8 @@ def _check_unused(config: Config) -> None:
     """Check that a run names nothing which its algorithm has no use for."""
     keys: list[str] = []
     if not derived.rewarded(config):
-        keys += ["reward.functions", "reward.models", "generation.resample"]
+        keys += ["reward.functions", "reward.models", "reward.preference_models"]
+        keys += ["generation.resample"]
     if not derived.generates(config):
         keys += ["drafter.path", "drafter.layers", "generation.fuse_inference"]
     unused = [key for key in keys if operator.attrgetter(key)(config)]

@@ -153,16 +153,21 @@ def predict_call(placed: PlacedRun, call: str) -> CallCost:
     if call == "generation":
         return generation_cost(placed)
     trains = call.endswith("_training")
-    training = placed.run.config.training
+    config = placed.run.config
+    training = config.training
     passes = placed.passes(training.minibatches if trains else 1)
     count = passes.count * (training.epochs if trains else 1)
     efficiency = placed.chip.efficiency
     share = efficiency.training if trains else efficiency.inference
     flops = received = seconds = 0.0
-    idle = trains and call not in derived.learning_calls(placed.run.config)
+    idle = trains and call not in derived.learning_calls(config)
     for model in () if idle else placed.run.models.of(call):
-        one = placed.gradient(model, passes) if trains else placed.forward(model, passes)
-        work = Work(count * one.flops, one.traffic.times(count))
+        read, turns = passes, count
+        if call == "reward_inference" and not model.scalar_head:  # reads pairs of responses
+            read = passes._replace(tokens=derived.reward_tokens(config, model))
+            turns = count * (config.generation.samples_per_prompt - 1)
+        one = placed.gradient(model, read) if trains else placed.forward(model, read)
+        work = Work(turns * one.flops, one.traffic.times(turns))
         flops += work.flops
         received += work.traffic.total
         seconds += placed.seconds(work, share)
