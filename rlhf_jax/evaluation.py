@@ -98,7 +98,8 @@ def _evaluate_policy(
     means["eval/finished"] = float(np.mean(ends))
     means["eval/distinct_pairs"] = distinct_pairs([one.response for one in responses])
     means["eval/generation/tokens_per_round"] = counts.metrics(0.0)["generation/tokens_per_round"]
-    report = EvaluationReport(means, table_of(responses, next(iter(scores.values())).values))
+    measures = {name: found.values for name, found in scores.items()}
+    report = EvaluationReport(means, table_of(responses, measures.pop("reward", None), measures))
     # Saved with the step after it: a run that is stopped between the two evaluates again, as the
     # uninterrupted run did.
     generation = dataclasses.replace(remembered(state.host), evaluated=evaluated)

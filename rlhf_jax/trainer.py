@@ -281,8 +281,22 @@ def write_model(opened: Opened, name: str, model: Model) -> None:
     distributed.run_on_leader(save)
 
 
+def print_measures(opened: Opened) -> None:
+    """Print what a model is worth that was only measured, and write the report."""
+    from rlhf_jax.report.page import write_report
+
+    place = write_report(opened.workdir)
+    means = metrics.read_rows(opened.workdir, "evaluations")[-1]
+    rows = [(key, [f"{means[key]:.4g}"]) for key in means if metrics.is_measure(key)]
+    console.table(["held out", opened.config.model.path], rows)
+    print(f"The samples are in {place}.")
+
+
 def export(state: RunState, run: Run, opened: Opened) -> None:
     """Write what was trained as folders, and say what has changed."""
+    if not run.config.steps:  # nothing was trained
+        distributed.run_on_leader(lambda: print_measures(opened))
+        return
     # A critic beside a policy that learns has done its work; else critics are what a run is for.
     roles = ["policy"] if "policy" in run.learners else run.learners
     trained = {role: state.models[role].weights for role in roles}

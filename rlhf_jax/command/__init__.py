@@ -9,6 +9,7 @@ import sys
 # By name: what it does, and whether it takes seconds to begin.
 COMMANDS = {
     "train": ("do the run that a config describes, or go on with it", True),
+    "workflow": ("do several runs, each on what those before it left", False),
     "plan": ("print what a run needs on devices that need not be here", True),
     "report": ("write the report of a run as one HTML file", False),
     "compare": ("compare runs: configs, texts, curves", False),

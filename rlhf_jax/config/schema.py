@@ -98,8 +98,8 @@ DEFAULTS: dict[str, Any] = {
         "clip": 0.2,
     },
     "data": {
-        # training prompts: a .jsonl or .parquet file or its URL (gs://, s3://), or a folder or hub
-        # name org/name of a data set
+        # training prompts: a .jsonl or .parquet file or its URL (gs://, s3://), a folder or hub
+        # name org/name of a data set, or FILE.py:NAME, your own function that returns rows
         "train": "",
         # held-out prompts, in the same format; '' for none
         "eval": "",

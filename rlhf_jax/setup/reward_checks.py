@@ -49,11 +49,21 @@ def check_rewards(config: Config) -> None:
         0 <= reward.max_failed < 1,
         f"reward.max_failed is {reward.max_failed}; it must be at least 0 and below 1.",
     )
+    _check_groups(config)
+    for name in reward.metrics:
+        require(
+            bool(name) and name not in OWN_MEASURES and not name.endswith("/failed"),
+            f"reward.metrics names a measure {name!r}, which is empty or the run's own; rename it.",
+        )
+
+
+def _check_groups(config: Config) -> None:
+    """Check that a prompt has several samples where these are compared."""
     group = config.generation.samples_per_prompt
     measured = config.evaluation.samples_per_prompt if config.evaluation.every else 2
     for key, samples in (("generation", group), ("evaluation", measured)):
         require(
-            samples > 1 or not reward.preference_models,
+            samples > 1 or not config.reward.preference_models,
             f"reward.preference_models compare responses to one prompt; raise {key}"
             ".samples_per_prompt to at least 2.",
         )
@@ -62,8 +72,3 @@ def check_rewards(config: Config) -> None:
         f"generation.resample is {config.generation.resample}, but one sample of a prompt never"
         " differs from the others; raise generation.samples_per_prompt, or set 0.",
     )
-    for name in reward.metrics:
-        require(
-            bool(name) and name not in OWN_MEASURES and not name.endswith("/failed"),
-            f"reward.metrics names a measure {name!r}, which is empty or the run's own; rename it.",
-        )

@@ -125,7 +125,8 @@ def _rewards(opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], No
     layout = opened.layouts.get("reward_inference", opened.layouts["policy_training"])
     reward = config.reward
     names = term_names(config)
-    rows, bucket = derived.microbatch_rows(config), config.training.length_bucket
+    rows = derived.microbatch_rows(config)
+    bucket = config.training.length_bucket
     loaded = [(source, load_idle(source, layout, config)) for source in opened.rewards]
     readers = [
         RewardModel(*model, rows=rows, length_bucket=bucket)

@@ -108,11 +108,8 @@ def validate_models(config: Config, models: ModelConfigs) -> None:
         )
     for path, model in zip(derived.reward_models(config), rewards, strict=True):
         pairs = path in config.reward.preference_models
-        key, kind, asked = (
-            ("preference_models", "sequence classifier", "language model")
-            if pairs
-            else ("models", "language model", "sequence classifier")
-        )
+        key = "preference_models" if pairs else "models"
+        kind, asked = ("sequence classifier", "language model")[:: 1 if pairs else -1]
         require(model.scalar_head != pairs, f"reward.{key}: {path} is a {kind}; give a {asked}.")
     kept = config.evaluation.top_k
     require(
@@ -181,7 +178,11 @@ def _check_run(config: Config) -> None:
         "workdir is empty; name the folder in which all of the run shall live.",
     )
     mirror.require(config.workdir)
-    require_positive(config, "steps", "checkpoint.keep")
+    require_positive(config, "checkpoint.keep")
+    require(
+        config.steps > 0 or (config.steps == 0 and config.evaluation.every > 0),
+        f"steps is {config.steps}; it must be above 0, or with evaluations 0, to measure alone.",
+    )
     require(
         not config.profile or re.fullmatch(r"\d+:\d+", config.profile) is not None,
         f"profile is {config.profile!r}; it must be '' or steps such as '5:7', both included.",

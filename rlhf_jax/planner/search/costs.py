@@ -162,7 +162,8 @@ def predict_call(placed: PlacedRun, call: str) -> CallCost:
     flops = received = seconds = 0.0
     idle = trains and call not in derived.learning_calls(config)
     for model in () if idle else placed.run.models.of(call):
-        read, turns = passes, count
+        read = passes
+        turns = count
         if call == "reward_inference" and not model.scalar_head:  # reads pairs of responses
             read = passes._replace(tokens=derived.reward_tokens(config, model))
             turns = count * (config.generation.samples_per_prompt - 1)

@@ -1,0 +1,211 @@
+"""Do the runs of a workflow one after the other, each on what those before it left.
+
+    rlhf-jax workflow [CONFIG] [--workdir DIR] [--config.any.key=value] [--STAGE.any.key=value]
+
+CONFIG is a Python file, or the name of one that comes with the package, with `STAGES`, names in
+order, and `get_config(WORKDIR)`, the config of the stage that lives in WORKDIR, which is DIR/STAGE.
+A stage is an ordinary run: `rlhf-jax train CONFIG:DIR/STAGE`. What is done is skipped, and what was
+stopped goes on. --config.... is for all stages, --STAGE.... for one. DIR/report.html shows the
+samples and measures of all models beside each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import pathlib
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any, NamedTuple
+
+from rlhf_jax.config import command_line
+from rlhf_jax.config.identity import binding_settings
+from rlhf_jax.config.schema import Config, flat
+from rlhf_jax.report.workflow import RECORD, write_workflow
+from rlhf_jax.runtime.extensions import is_of_file
+from rlhf_jax.runtime.files import find, is_remote, write_atomically
+
+
+class StageRun(NamedTuple):
+    """Hold a run of a workflow."""
+
+    name: str
+    workdir: pathlib.Path
+    config: Config
+    words: list[str]  # the arguments of `rlhf-jax train`
+
+    @property
+    def named(self) -> dict[str, str]:
+        """Return the files and folders that the config names, by key."""
+        values = flat(self.config)
+        found = {}
+        for key in command_line.PATH_KEYS:
+            several = values[key] if isinstance(values[key], (list, tuple)) else [values[key]]
+            for place, spec in enumerate(several):
+                path = spec.rpartition(":")[0] if is_of_file(spec) else spec
+                if path and not is_remote(path):
+                    found[f"{key}[{place}]" if len(several) > 1 else key] = path
+        return found
+
+
+def main(argv: list[str]) -> int:
+    """Return the exit code: 0, or that of the run that failed or was stopped."""
+    parser = argparse.ArgumentParser(
+        prog=argv[0],
+        usage=f"{argv[0]} [CONFIG] [--workdir DIR] [--config.KEY=VALUE] [--STAGE.KEY=VALUE]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", nargs="?", default="workflow", metavar="CONFIG")
+    parser.add_argument("--workdir", help="of the workflow; runs/CONFIG without it", metavar="DIR")
+    asked, changes = parser.parse_known_args(argv[1:])
+    workdir = pathlib.Path(asked.workdir or f"runs/{pathlib.PurePath(asked.config).stem}")
+    stages = read_stages(asked.config, workdir, changes)
+    for stage in stages:
+        if code := take(stage, f"{stages.index(stage) + 1} of {len(stages)}"):
+            return code
+    print(f"The report of the workflow is {write_workflow(workdir, [s.name for s in stages])}.")
+    return 0
+
+
+def read_stages(spec: str, workdir: pathlib.Path, changes: Sequence[str]) -> list[StageRun]:
+    """Return the stages that a config file names, checked as far as that needs no device.
+
+    changes: `--config.key=value`, and `--STAGE.key=value` for one of them. Raises ValueError or
+    FileNotFoundError in one sentence.
+    """
+    path = find(spec if spec.endswith(".py") else f"configs/{spec}.py")
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no config file {spec}; give a file with STAGES.")
+    names = runpy.run_path(str(path)).get("STAGES")
+    if not names:
+        raise ValueError(f"{path} names no STAGES; rlhf-jax train does a single run.")
+    known = ("config", *names)
+    for change in changes:
+        if change[2:].partition(".")[0] not in known or not change.startswith("--"):
+            places = ", ".join(f"--{name}.KEY=VALUE" for name in known)
+            raise ValueError(f"{change!r} is none of {places}.")
+    stages = []
+    for name in names:
+        own = [
+            f"--config.{change[2:].partition('.')[2]}"
+            for change in changes
+            if change[2:].partition(".")[0] in ("config", name)
+        ]
+        place = workdir / name
+        words = ["--config", f"{spec}:{place}", *own]
+        config = command_line.read(["rlhf-jax train", *words])
+        if pathlib.Path(config.workdir) != place:
+            raise ValueError(
+                f"The stage {name!r} of {path} lives in {config.workdir}; get_config() must put it"
+                f" in the folder that it is given, {place}."
+            )
+        stages.append(StageRun(name, place, config, words))
+    _check_order(stages, workdir)
+    return stages
+
+
+def _check_order(stages: Sequence[StageRun], workdir: pathlib.Path) -> None:
+    """Check that each stage names folders of earlier ones, and other files that are there."""
+    names = [stage.name for stage in stages]
+    for number, stage in enumerate(stages):
+        for key, place in stage.named.items():
+            path = pathlib.Path(place)
+            if path.is_relative_to(workdir):
+                other = path.relative_to(workdir).parts[0]
+                if other in names[number:]:
+                    raise ValueError(
+                        f"{stage.name}: {key} is {place}, which the stage {other!r} makes later or"
+                        " itself; name the folder of an earlier stage."
+                    )
+                if other not in names:
+                    raise ValueError(f"{stage.name}: {key} is {place}, which no stage makes.")
+            elif path.suffix in (".py", ".jsonl", ".parquet") and not find(path).is_file():
+                raise FileNotFoundError(f"{stage.name}: {key}: there is no file {place}.")
+
+
+def take(stage: StageRun, place: str) -> int:
+    """Do the run of a stage unless it is done; return its exit code.
+
+    Raises ValueError where the folder was made with another config, other data or other models.
+    """
+    record_file = stage.workdir / RECORD
+    identity = _identity(stage)
+    record: dict[str, Any] = {"identity": identity, "done": False, "seconds": 0.0}
+    if record_file.is_file():
+        record = json.loads(record_file.read_text())
+        _check_same(stage, record["identity"], identity)
+    if record["done"]:
+        print(f"Stage {place}, {stage.name}, is done: {stage.workdir}.")
+        return 0
+    stage.workdir.mkdir(parents=True, exist_ok=True)
+    write_atomically(record_file, json.dumps(record, indent=1).encode())
+    print(f"Stage {place}, {stage.name}: rlhf-jax train {' '.join(stage.words)}", flush=True)
+    began = time.monotonic()
+    command = [sys.executable, "-m", "rlhf_jax.command", "train", *stage.words]
+    code = _wait(subprocess.Popen(command))  # noqa: S603  # this package
+    record["seconds"] += time.monotonic() - began
+    record["done"] = code == 0
+    write_atomically(record_file, json.dumps(record, indent=1).encode())
+    return code if code >= 0 else 128 - code
+
+
+def _wait(process: subprocess.Popen) -> int:
+    """Return the exit code of a run, which gets the signals that would end this process."""
+
+    def hand_on(number: int, _: FrameType | None) -> None:
+        if number != signal.SIGINT:  # the keyboard's reaches both
+            process.send_signal(number)
+
+    before = {
+        number: signal.signal(number, hand_on)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    }
+    try:
+        return process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _identity(stage: StageRun) -> dict[str, Any]:
+    """Return what makes a stage what it is: config, code, and what it reads by digest."""
+    named = stage.named
+    settings = {
+        key: value
+        for key, value in binding_settings(stage.config).items()
+        if key not in command_line.PATH_KEYS
+    }
+    found = settings | {"steps": stage.config.steps}
+    found |= {f"{key} {path}": _digest(find(path)) for key, path in named.items()}
+    return json.loads(json.dumps(found, default=str))
+
+
+def _digest(path: pathlib.Path) -> str:
+    """Return 16 hexadecimal digits of a file's or folder's content; its name where it is none."""
+    if not path.exists():
+        return path.name
+    found = hashlib.sha256()
+    for file in [path] if path.is_file() else sorted(path.rglob("*")):
+        if file.is_file():
+            with file.open("rb") as content:
+                own = hashlib.file_digest(content, "sha256").digest()
+            found.update(f"{file.name} ".encode() + own)
+    return found.hexdigest()[:16]
+
+
+def _check_same(stage: StageRun, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Raise ValueError where the identity of a stage is not that of its folder."""
+    for key in {**new, **old}:
+        if old.get(key) != new.get(key):
+            raise ValueError(
+                f"{stage.workdir} was made with {key} = {old.get(key)!r:.80}, which is now"
+                f" {new.get(key)!r:.80}: remove that folder and those of later stages, or name"
+                " another --workdir."
+            )

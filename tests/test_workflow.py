@@ -1,0 +1,187 @@
+"""A workflow: stages in order, each a run on what those before it left, and one report of all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_run
+
+from rlhf_jax.command import workflow
+from rlhf_jax.report.workflow import win_rate
+
+CONFIG = """
+import os
+from rlhf_jax.config import default
+
+STAGES = ("sft", "judge", "grpo")
+
+
+def get_config(workdir):
+    root, stage = os.path.split(workdir)
+    config = default()
+    config.workdir = workdir
+    config.model.path = "tiny" if stage == "sft" else f"{root}/sft/policy"
+    config.data.train = config.data.eval = "rows.py:rows"
+    config.data.update(rows_per_step=4, max_response_tokens=12, max_prompt_tokens=24)
+    config.evaluation.update(every=4, samples_per_prompt=2)
+    config.training.update(learning_rate=1e-2, microbatch_rows=8)
+    config.checkpoint.every = 1
+    config.deterministic = True
+    config.compilation_cache = ""
+    config.steps = 4
+    if stage == "grpo":
+        config.reward.models = (f"{root}/judge/reward_model",)
+        config.generation.update(
+            prompts_per_step=4, samples_per_prompt=2, max_new_tokens=8, strategy="plain"
+        )
+        config.kl.coefficient = 0.0
+    else:
+        config.algorithm.name = {"sft": "sft", "judge": "reward_model"}[stage]
+    return config
+"""
+ROWS = """
+def rows():
+    return [
+        {"prompt": f"Say {word}", "completion": 5 * word, "chosen": word + "!", "rejected": "no"}
+        for word in "abcdefgh"
+    ]
+"""
+MEASURED = ("seconds", "per_second", "idle_share", "memory/host")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """A folder with a workflow of three stages, in which the test works."""
+    (tmp_path / "chain.py").write_text(CONFIG)
+    (tmp_path / "rows.py").write_text(ROWS)
+    tiny_run.make_model(tmp_path / "tiny")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def stages(*changes: str) -> list[workflow.StageRun]:
+    return workflow.read_stages("chain.py", Path("runs/chain"), changes)
+
+
+def test_changes_are_for_all_stages_or_for_one(folder):
+    found = stages("--config.seed=3", "--judge.steps=9")
+    assert [stage.name for stage in found] == ["sft", "judge", "grpo"]
+    assert [stage.config.seed for stage in found] == [3, 3, 3]
+    assert [stage.config.steps for stage in found] == [4, 9, 4]
+    assert found[2].named["reward.models"] == "runs/chain/judge/reward_model"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('"sft", "judge", "grpo")', '"grpo", "sft", "judge")', "which the stage 'sft' makes later"),
+        ("{root}/judge/", "{root}/critic/", "which no stage makes"),
+        ("config.workdir = workdir", "config.workdir = root", "in the folder that it is given"),
+        ("STAGES =", "NAMES =", "names no STAGES"),
+        ('train = config.data.eval = "rows', 'train = "no', "there is no file no.py"),
+    ],
+)
+def test_a_chain_that_cannot_work_is_refused_before_its_first_run(folder, old, new, words):
+    text = CONFIG.replace(old, new)
+    assert text != CONFIG
+    (folder / "chain.py").write_text(text)
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
+        stages()
+    with pytest.raises(ValueError, match=r"is none of --config\.KEY=VALUE, --sft\.KEY"):
+        (folder / "chain.py").write_text(CONFIG)
+        stages("--critic.steps=3")
+
+
+def test_a_folder_of_another_config_or_other_data_is_refused(folder, monkeypatch):
+    taken = []
+
+    class Process:
+        def __init__(self, command: list[str]):
+            taken.append(command)
+
+        def wait(self) -> int:
+            return 0
+
+    monkeypatch.setattr(workflow.subprocess, "Popen", Process)
+    first = stages()[0]
+    assert workflow.take(first, "1 of 3") == 0
+    assert workflow.take(first, "1 of 3") == 0  # done
+    assert len(taken) == 1
+    with pytest.raises(ValueError, match="runs/chain/sft was made with steps = 4, which is now 5"):
+        workflow.take(stages("--sft.steps=5")[0], "1 of 3")
+    (folder / "rows.py").write_text(ROWS + "\n# other rows\n")
+    with pytest.raises(ValueError, match=r"runs/chain/sft was made with the code of rows\.py:rows"):
+        workflow.take(first, "1 of 3")
+
+
+def test_a_win_rate_is_over_all_pairs_of_responses_to_a_prompt():
+    def rows(*values: float) -> list[dict]:
+        return [
+            {"prompt": str(number % 2), "response": "", "worth": value}
+            for number, value in enumerate(values)
+        ]
+
+    # of prompt 0: 1 over 0, 3 over 0; of prompt 1: 2 over 2, 0 under 2
+    rate = win_rate(rows(0.0, 2.0), rows(1.0, 2.0, 3.0, 0.0), "worth")
+    assert rate is not None
+    assert rate.share == pytest.approx((1.0 + 0.25) / 2)
+    assert (rate.low, rate.high) == (0.25, 1.0)
+    assert win_rate(rows(0.0), rows(1.0), "other") is None
+
+
+@pytest.mark.slow
+def test_a_workflow_is_killed_in_every_stage_and_ends_bit_for_bit_the_same(folder):
+    command = [sys.executable, "-m", "rlhf_jax.command", "workflow", "chain.py", "--workdir"]
+
+    def start(workdir: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            [*command, workdir],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=tiny_run.environment(),
+            start_new_session=True,
+        )
+
+    def finish(workdir: str) -> str:
+        process = start(workdir)
+        said, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, said[-2000:]
+        return said
+
+    finish("whole")
+    for stage in ("sft", "judge", "grpo"):
+        process = start("parts")
+        written = folder / "parts" / stage / "metrics.jsonl"
+        while not written.exists() or written.read_text().count("\n") < 2:
+            assert process.poll() is None
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    said = finish("parts")
+    assert said.count("is done") == 2
+    assert "Going on from step" in said
+    for stage in ("sft", "judge", "grpo"):
+        whole, parts = (
+            [
+                {key: row[key] for key in row if not key.endswith(MEASURED)}
+                for row in tiny_run.lines(folder / workdir / stage / "metrics.jsonl")
+            ]
+            for workdir in ("whole", "parts")
+        )
+        assert whole == parts
+        assert np.isfinite([row["step"] for row in whole]).all()
+    again = finish("parts")
+    assert again.count("is done") == 3
+    page = (folder / "whole" / "report.html").read_text()
+    assert 'href="grpo/report.html"' in page and "grpo over sft" in page
+    record = json.loads((folder / "whole" / "sft" / "stage.json").read_text())
+    assert record["done"] and record["seconds"] > 0
