@@ -62,6 +62,35 @@ def test_a_chat_is_what_the_template_makes_of_it(tokenizer, tmp_path):
         assert answer["content"] in learned(tokenizer, sample)
 
 
+MARKED_ANSWERS = (
+    "{% for m in messages %}<|{{ m['role'] }}|>"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}</s>{% endgeneration %}"
+    "{% else %}{{ m['content'] }}</s>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_a_template_that_marks_answers_says_what_is_learned(tokenizer, tmp_path):
+    """Marked are whole answers; unmarked, what prefixes add, which here is the same."""
+    chat = [SYSTEM, USER, ANSWER, MORE, LAST]
+    marking = dataclasses.replace(tokenizer, template=MARKED_ANSWERS)
+    (prompt,), (sample,) = given(marking, tmp_path, "completion", messages=chat)
+    assert prompt + tokenizer.decode_whole(sample.tokens.tolist()) == marking.render(chat, False)
+    assert learned(tokenizer, sample) == "a, of course</s>b</s>"
+    half = dataclasses.replace(
+        tokenizer, template=MARKED_ANSWERS.replace("</s>{% endgen", "{% endgen")
+    )
+    _, (sample,) = given(half, tmp_path, "completion", messages=chat)
+    assert learned(tokenizer, sample) == "a, of courseb"
+    with pytest.raises(ValueError, match="private use"):
+        given(
+            marking,
+            tmp_path,
+            "completion",
+            messages=[*chat, MORE, {"role": "assistant", "content": "\ue0fe"}],
+        )
+
+
 def test_a_chat_of_one_answer_is_its_text(tokenizer, tmp_path):
     as_text = given(tokenizer, tmp_path, "completion", prompt="Say a", completion="a, of course")
     as_chat = given(tokenizer, tmp_path, "completion", prompt=[USER], completion=[ANSWER])

@@ -139,9 +139,17 @@ def _turns(
 ) -> Given:
     """Encode several messages behind a prompt: what each adds to the text of those before.
 
+    Learned is what the template marks as generation, else each answer up to the end of its turn.
     ValueError where the template writes earlier messages otherwise once there are later ones.
     """
     before = tokenizer.render(prompt, add_generation_prompt=True, **arguments)
+    if tokenizer.marks_answers:
+        text, answers = tokenizer.render_marked([*prompt, *messages], **arguments)
+        _check_begins(text, before, where)
+        start = len(before)
+        behind = [slice(one.start - start, one.stop - start) for one in answers]
+        found = tokenizer.encode_marked(text[start:], behind)
+        return Given(np.array(found[0], np.int32), np.array(found[1], bool))
     tokens: list[int] = []
     learned: list[bool] = []
     for index, message in enumerate(messages):
@@ -149,11 +157,7 @@ def _turns(
         asks = index + 1 < len(messages) and messages[index + 1]["role"] == "assistant"
         chat = [*prompt, *messages[: index + 1]]
         text = tokenizer.render(chat, add_generation_prompt=asks and not answers, **arguments)
-        if not text.startswith(before):
-            raise ValueError(
-                f"{where} has several messages, and the chat template writes earlier ones otherwise"
-                " once there are later ones; give chats of one answer each."
-            )
+        _check_begins(text, before, where)
         added = tokenizer.encode_rendered(text[len(before) :])
         # what the template writes behind the end of a turn is none of the assistant's
         last = len(added) - 1 - added[::-1].index(turn) if turn in added else len(added) - 1
@@ -161,3 +165,12 @@ def _turns(
         learned += [answers and place <= last for place in range(len(added))]
         before = text
     return Given(np.array(tokens, np.int32), np.array(learned, bool))
+
+
+def _check_begins(text: str, before: str, where: str) -> None:
+    """Raise ValueError where the text of a chat does not begin as that of its earlier messages."""
+    if not text.startswith(before):
+        raise ValueError(
+            f"{where} has several messages, and the chat template writes earlier ones otherwise"
+            " once there are later ones; give chats of one answer each."
+        )

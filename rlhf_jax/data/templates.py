@@ -19,12 +19,16 @@ from typing import Any, NoReturn
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
+from jinja2 import nodes
 
 from rlhf_jax.runtime.foreign import one_line
 
 SECONDS = 10.0  # for a conversation
 MOST_CHARACTERS = 4_000_000  # that become of a conversation
 MEMORY = 1 << 30  # bytes of address space
+# The argument that makes `{% generation %}` visible, by two characters for private use.
+MARKED = "marks_generation"
+MARKS = ("\ue0fe", "\ue0ff")
 # What templates ask for by name without asking first whether it is there.
 NOT_GIVEN = {"tools": None, "documents": None}
 
@@ -88,13 +92,27 @@ def render(
 
 
 class _Generation(jinja2.ext.Extension):
-    """Render `{% generation %}`, the mark of what the assistant says, as what it holds."""
+    """Render `{% generation %}`, the mark of the assistant's text, as what it holds.
+
+    With the argument MARKED, the text stands between the two characters of MARKS.
+    """
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser):
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = (
+            nodes.If(
+                nodes.Name(MARKED, "load"),
+                [nodes.Output([nodes.TemplateData(mark)])],
+                [],
+                [],
+                lineno=line,
+            )
+            for mark in MARKS
+        )
+        return [begin, *body, end]
 
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:

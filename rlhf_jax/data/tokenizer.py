@@ -6,14 +6,17 @@ import dataclasses
 import datetime
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 
 from rlhf_jax.data.rendering import Message, Renderer, RenderingError
 from rlhf_jax.data.special_tokens import add_tokens, read_settings
+from rlhf_jax.data.templates import MARKED, MARKS
 from rlhf_jax.runtime.foreign import has_surrogate, reading_foreign
 from rlhf_jax.types import ModelConfig
 
@@ -121,6 +124,34 @@ class Tokenizer:
             raise RenderingError(
                 f"{self.origin}: the chat template failed on the messages: {error}.", error.index
             ) from error
+
+    @functools.cached_property
+    def marks_answers(self) -> bool:
+        """Tell whether the chat template marks the assistant's text by `{% generation %}`."""
+        return re.search(r"{%-?\s*generation\s*-?%}", self.template or "") is not None
+
+    def render_marked(
+        self, messages: Sequence[Message], /, **arguments: Any
+    ) -> tuple[str, list[slice]]:
+        """Put messages into a template that marks answers: the text, and where answers stand in it.
+
+        Raises ValueError where a message has a character that is the mark, and as `render` does.
+        """
+        given = json.dumps([dict(message) for message in messages], ensure_ascii=False, default=str)
+        if any(mark in given for mark in MARKS):
+            raise ValueError("A message has a character for private use, U+E0FE or U+E0FF.")
+        marked = self.render(messages, False, **{MARKED: True}, **arguments)
+        pieces = re.split("|".join(MARKS), marked)
+        ends = np.cumsum([len(piece) for piece in pieces])
+        answers = [slice(*map(int, ends[at - 1 : at + 1])) for at in range(1, len(pieces), 2)]
+        return "".join(pieces), answers
+
+    def encode_marked(self, text: str, answers: Sequence[slice]) -> tuple[list[int], list[bool]]:
+        """Return the token ids of a rendered text, and which of them begin within an answer."""
+        found = self.backend.encode(text, add_special_tokens=False)
+        places = [start for start, _ in found.offsets]
+        marked = [any(one.start <= place < one.stop for one in answers) for place in places]
+        return found.ids, marked
 
     @functools.cached_property
     def _renderer(self) -> Renderer | None:
