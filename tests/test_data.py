@@ -376,6 +376,19 @@ def test_resume_with_another_batch_size():
     assert before + take(iterator.Batches(10, 2, seed=7), 4, position)[0] == whole
 
 
+def test_sources_are_mixed_by_weight_and_each_is_a_stream_of_its_own():
+    mixed = iterator.Batches(9, 6, 3, sizes=(6, 3), weights=(1.0, 0.5))
+    stream, position = take(mixed, 6)
+    for start in range(0, 36, 9):  # any window has its shares
+        assert sum(index >= 6 for index in stream[start : start + 9]) == 3
+    first = [index for index in stream if index < 6]
+    second = [index - 6 for index in stream if index >= 6]
+    assert all(sorted(first[start : start + 6]) == list(range(6)) for start in range(0, 24, 6))
+    assert all(sorted(second[start : start + 3]) == list(range(3)) for start in range(0, 12, 3))
+    again = iterator.Batches(9, 6, 3, sizes=(6, 3), weights=(1.0, 0.5))
+    assert take(again, 2, position) == take(mixed, 2, position)
+
+
 def test_foreign_positions_and_empty_data_are_refused():
     with pytest.raises(ValueError, match="prompts with count 10, this run has count 11"):
         iterator.Batches(11, 4, 0).take(iterator.Batches(10, 4, 0).start)

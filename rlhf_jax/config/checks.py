@@ -11,6 +11,7 @@ from rlhf_jax.runtime.foreign import has_surrogate
 # Keys whose values name files, folders or what is registered, several each.
 NAMING_KEYS = (
     "sinks",
+    "data.mixture",
     "reward.functions",
     "reward.models",
     "reward.preference_models",

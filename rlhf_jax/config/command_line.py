@@ -46,6 +46,7 @@ PATH_KEYS = (
     "critic.path",
     "data.train",
     "data.eval",
+    "data.mixture",
     "reward.functions",
     "reward.models",
     "reward.preference_models",

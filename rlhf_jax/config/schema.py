@@ -101,6 +101,11 @@ DEFAULTS: dict[str, Any] = {
         # training prompts: a .jsonl or .parquet file or its URL (gs://, s3://), a folder or hub
         # name org/name of a data set, or FILE.py:NAME, your own function that returns rows
         "train": "",
+        # further training sources, named as data.train
+        "mixture": (),
+        # shares of the rows of data.train, then of data.mixture, as (2, 1), whatever the sizes of
+        # the sources; () for as many as each has
+        "shares": (),
         # held-out prompts, in the same format; '' for none
         "eval": "",
         # configuration of a data set; '' if it has only one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -16,9 +17,19 @@ class Batches:
     batches: where `count` is no multiple of `batch`, a batch runs over the epoch's end, so every
     batch is full and no index is dropped. Where a run stands is one position in that stream, so
     resuming, even with another batch size, neither skips nor repeats an index.
+
+    Indices of several sources lie behind each other, with `sizes` that sum to `count`. Each has a
+    stream of its own, and these are mixed by `weights`, evenly spread.
     """
 
-    def __init__(self, count: int, batch: int, seed: int):
+    def __init__(
+        self,
+        count: int,
+        batch: int,
+        seed: int,
+        sizes: Sequence[int] = (),
+        weights: Sequence[float] = (),
+    ):
         # Imported here: programs are planned and measured on machines that lack it.
         import grain
 
@@ -31,7 +42,12 @@ class Batches:
         self._batch = batch
         # grain shuffles epoch e with seed + e: not spread, seed 1 would be seed 0 an epoch later.
         spread = int(np.random.SeedSequence(seed).generate_state(1)[0])
-        self._stream = grain.MapDataset.range(count).shuffle(seed=spread).repeat()
+        ends = np.cumsum(sizes or (count,)).tolist()
+        streams = [
+            grain.MapDataset.range(start, end).shuffle(seed=spread).repeat()
+            for start, end in zip([0, *ends], ends, strict=False)
+        ]
+        self._stream = grain.MapDataset.mix(streams, weights=weights or (1.0,))
 
     def take(self, position: dict[str, int]) -> tuple[np.ndarray, dict[str, int]]:
         """Return the batch at a position, int64 indices [batch], and the position after it.

@@ -29,6 +29,17 @@ class Prompts:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def __add__(self, other: Prompts) -> Prompts:
+        """Return these prompts and then the others."""
+        dropped = collections.Counter(self.dropped) + collections.Counter(other.dropped)
+        return Prompts(
+            self.tokens + other.tokens,
+            self.texts + other.texts,
+            self.messages + other.messages,
+            self.rows + other.rows,
+            dict(dropped),
+        )
+
     def take(self, chosen: Sequence[int], dropped: dict[str, int]) -> Prompts:
         """Return some of the prompts; `dropped` counts those that were left out so far."""
         return Prompts(

@@ -28,7 +28,7 @@ MOST_CHARACTERS = 4_000_000  # that become of a conversation
 MEMORY = 1 << 30  # bytes of address space
 # The argument that makes `{% generation %}` visible, by two characters for private use.
 MARKED = "marks_generation"
-MARKS = ("\ue0fe", "\ue0ff")
+ANSWER_MARKS = ("\ue0fe", "\ue0ff")
 # What templates ask for by name without asking first whether it is there.
 NOT_GIVEN = {"tools": None, "documents": None}
 
@@ -94,7 +94,7 @@ def render(
 class _Generation(jinja2.ext.Extension):
     """Render `{% generation %}`, the mark of the assistant's text, as what it holds.
 
-    With the argument MARKED, the text stands between the two characters of MARKS.
+    With the argument MARKED, the text stands between the two characters of ANSWER_MARKS.
     """
 
     tags = {"generation"}  # noqa: RUF012
@@ -110,7 +110,7 @@ class _Generation(jinja2.ext.Extension):
                 [],
                 lineno=line,
             )
-            for mark in MARKS
+            for mark in ANSWER_MARKS
         )
         return [begin, *body, end]
 

@@ -16,7 +16,7 @@ import tokenizers
 
 from rlhf_jax.data.rendering import Message, Renderer, RenderingError
 from rlhf_jax.data.special_tokens import add_tokens, read_settings
-from rlhf_jax.data.templates import MARKED, MARKS
+from rlhf_jax.data.templates import ANSWER_MARKS, MARKED
 from rlhf_jax.runtime.foreign import has_surrogate, reading_foreign
 from rlhf_jax.types import ModelConfig
 
@@ -138,10 +138,10 @@ class Tokenizer:
         Raises ValueError where a message has a character that is the mark, and as `render` does.
         """
         given = json.dumps([dict(message) for message in messages], ensure_ascii=False, default=str)
-        if any(mark in given for mark in MARKS):
+        if any(mark in given for mark in ANSWER_MARKS):
             raise ValueError("A message has a character for private use, U+E0FE or U+E0FF.")
         marked = self.render(messages, False, **{MARKED: True}, **arguments)
-        pieces = re.split("|".join(MARKS), marked)
+        pieces = re.split("|".join(ANSWER_MARKS), marked)
         ends = np.cumsum([len(piece) for piece in pieces])
         answers = [slice(*map(int, ends[at - 1 : at + 1])) for at in range(1, len(pieces), 2)]
         return "".join(pieces), answers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import math
 
 from rlhf_jax.config.checks import require, require_one_of, require_positive
 from rlhf_jax.config.schema import Config
@@ -34,13 +35,23 @@ def check_data(config: Config) -> None:
     _check_date(config)
     _check_template_arguments(config)
     _check_columns(config)
-    for key in ("train", "eval"):
-        path = config.data[key]
+    places = {f"data.{key}": config.data[key] for key in ("train", "eval")}
+    places |= {f"data.mixture[{number}]": one for number, one in enumerate(config.data.mixture)}
+    shares = config.data.shares
+    require(
+        len(shares) in (0, 1 + len(config.data.mixture)),
+        f"data.shares is {tuple(shares)}; give one for data.train and each of data.mixture.",
+    )
+    require(
+        all(isinstance(one, int | float) and 0 < one < math.inf for one in shares),
+        f"data.shares is {tuple(shares)}; shares must be numbers above 0.",
+    )
+    for key, path in places.items():
         if is_file_name(path) and not is_remote(path) and not find(path).is_file():
-            raise FileNotFoundError(f"data.{key}: there is no file {path}.")
+            raise FileNotFoundError(f"{key}: there is no file {path}.")
         require(
             not path or not is_dataset(path) or importlib.util.find_spec("datasets") is not None,
-            f"data.{key} is {path}, which is no .jsonl or .parquet file but a data set: pip install"
+            f"{key} is {path}, which is no .jsonl or .parquet file but a data set: pip install"
             " 'rlhf_jax[datasets]' to read it.",
         )
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import hashlib
 import json
+import operator
 import sys
 import warnings
 from collections.abc import Iterator
@@ -56,6 +58,8 @@ class Opened:
     critic: Source
     rewards: tuple[Source, ...]
     prompts: Prompts
+    # how many of them each source has: data.train, then data.mixture's
+    sizes: tuple[int, ...]
     # of each prompt the samples that are given with it; none where the policy writes them
     given: list[list[Given]]
     # of each held-out prompt likewise
@@ -118,11 +122,14 @@ def prepare(config: Config) -> Opened:
     drafts = drafting.has_drafter(config)
     drafter = open_source(config.drafter.path) if drafts and config.drafter.path else None
     rewards = tuple(_open_dated(path, config) for path in derived.reward_models(config))
-    prompts, given = _read_samples(config, policy, "train")
+    sources = (config.data.train, *config.data.mixture)
+    found = [_read_samples(config, policy, source, "train") for source in sources]
+    prompts = functools.reduce(operator.add, (own for own, _ in found))
+    given = [samples for _, own in found for samples in own]
     held_out = None
     held_out_given = []
     if config.evaluation.every:
-        held_out, held_out_given = _read_samples(config, policy, "eval")
+        held_out, held_out_given = _read_samples(config, policy, config.data.eval, "eval")
 
     opened = Opened(
         config=config,
@@ -131,6 +138,7 @@ def prepare(config: Config) -> Opened:
         critic=open_source(config.critic.path) if config.critic.path else policy,
         rewards=rewards,
         prompts=prompts,
+        sizes=tuple(len(own) for own, _ in found),
         given=given,
         held_out=held_out,
         held_out_given=held_out_given,
@@ -177,10 +185,12 @@ def _open_dated(path: str, config: Config) -> Source:
     return dataclasses.replace(source, tokenizer=dataclasses.replace(source.tokenizer, day=day))
 
 
-def _read_samples(config: Config, policy: Source, key: str) -> tuple[Prompts, list[list[Given]]]:
-    """Read the prompts of data.train or data.eval, and the samples that are given with them."""
+def _read_samples(
+    config: Config, policy: Source, source: str, key: str
+) -> tuple[Prompts, list[list[Given]]]:
+    """Read the prompts of a source of data.train or data.eval, and samples given with them."""
     return read_given(
-        _read_prompts(config, policy, key),
+        _read_prompts(config, policy, source, key),
         algorithm_of(config).given,
         policy.tokenizer,
         policy.stop_tokens,
@@ -191,12 +201,12 @@ def _read_samples(config: Config, policy: Source, key: str) -> tuple[Prompts, li
     )
 
 
-def _read_prompts(config: Config, policy: Source, key: str) -> Prompts:
-    """Read the prompts that `data.train` or `data.eval` names, as the policy's tokens."""
+def _read_prompts(config: Config, policy: Source, source: str, key: str) -> Prompts:
+    """Read the prompts of a source of `data.train` or `data.eval`, as the policy's tokens."""
     data = config.data
     left_out: list[str] = []
     rows = read(
-        data[key] if is_remote(data[key]) else find(data[key]),
+        source if is_remote(source) else find(source),
         data.prompt_key,
         configuration=data.configuration,
         split=data[f"{key}_split"],

@@ -41,7 +41,10 @@ ALL_TOKENS = 1 << 40
 def batches(opened: Opened) -> Batches:
     """Make the order of the prompts."""
     config = opened.config
-    return Batches(len(opened.prompts), derived.prompts(config), config.seed)
+    count = len(opened.prompts)
+    sizes = opened.sizes if config.data.shares else (count,)
+    shares = config.data.shares or (1.0,)
+    return Batches(count, derived.prompts(config), config.seed, sizes, tuple(map(float, shares)))
 
 
 def generation_settings(opened: Opened, programs: Programs) -> GenerationSettings:
