@@ -104,10 +104,11 @@ def test_what_is_as_today_is_read_without_a_word(recwarn):
     settled = earlier.settled(config)
     assert flat(settled) == flat(config) and settled.is_locked
     assert earlier.settled(settled) == settled
-    assert earlier.identity({"seed": 0, "algorithm.name": "ppo"}) == {
-        "seed": 0,
-        "algorithm.name": "ppo",
-    }
+    saved = {"seed": 7, "algorithm.name": "ppo", "data.eval": "rows.jsonl"}
+    read = earlier.identity(saved)
+    assert read.items() >= saved.items()
+    # what was no key yet has its default, as JSON has it
+    assert read["data.mixture"] == [] and read["kl.coefficient"] == 0.04
     assert not recwarn
 
 

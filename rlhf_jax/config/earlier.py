@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from rlhf_jax.config import default
 from rlhf_jax.config.algorithms import named
-from rlhf_jax.config.schema import EARLIER, Config
+from rlhf_jax.config.schema import EARLIER, Config, flat
 from rlhf_jax.losses.advantages import ESTIMATORS
 
 
@@ -81,12 +82,17 @@ def translated(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def identity(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the identity of a checkpoint of an earlier version by today's keys."""
+    """Return the identity of a checkpoint of an earlier version by today's keys.
+
+    A key that was not there yet has its default, by which a run is as it was before.
+    """
     kept = {name: value for name, value in saved.items() if name not in EARLIER}
-    if "objective" not in saved:
+    if "objective" in saved:
+        found = translated({name: value for name, value in saved.items() if name in EARLIER})
+        kept |= {"algorithm.name": "grpo"} | found
+    if "algorithm.name" not in kept:
         return kept
-    found = translated({name: value for name, value in saved.items() if name in EARLIER})
-    return kept | {"algorithm.name": "grpo"} | found
+    return json.loads(json.dumps(flat(default()))) | kept  # a checkpoint's tuples are lists
 
 
 def _remove(config: Config, name: str) -> None:
