@@ -90,6 +90,7 @@ class ModelConfigs(NamedTuple):
     # by role: what their scalar heads are put on, a reward model or a language model's trunk
     critics: Mapping[str, ModelConfig] = {}
     rewards: tuple[ModelConfig, ...] = ()
+    reference: ModelConfig | None = None  # None: a copy of the policy
 
     @property
     def trunks(self) -> dict[str, ModelConfig]:
@@ -99,14 +100,16 @@ class ModelConfigs(NamedTuple):
     def of(self, call: str) -> tuple[ModelConfig, ...]:
         """Return the shapes of the models that a call scores with or trains; of rewards several.
 
-        A reference is a copy of the policy, and each critic has a scalar head of its own.
+        Each critic has a scalar head of its own.
         """
         role = call.rpartition("_")[0]
+        if role == "reference":
+            return (self.reference or self.policy,)
         if role == "reward":
             return self.rewards
         if role in self.critics:
             return (dataclasses.replace(self.critics[role], scalar_head=True, tied=False),)
-        return (self.policy,) if role in ("policy", "reference") else ()
+        return (self.policy,) if role == "policy" else ()
 
     def scorers(self, calls: Iterable[str]) -> list[ModelConfig]:
         """Return the shapes of the models that score in such calls."""

@@ -60,6 +60,8 @@ class Algorithm:
     # of a row of `data.train`, random numbers and the row's place for messages: the row whose
     # prompt and samples are read. None: the row itself
     rewrite: Callable[[dict[str, Any], np.random.Generator, str], dict[str, Any]] | None = None
+    # the temperature of each sample of a prompt; none where all have generation.temperature
+    temperatures: Callable[[Config], tuple[float, ...]] = lambda config: ()
     # whether samples have rewards, whose functions or models a config must then name
     rewarded: bool = True
     # how a minibatch's losses are summed where the config leaves it open: a name of AGGREGATES
@@ -125,6 +127,9 @@ ALGORITHMS: Table[Algorithm | str] = Table(
         "reward_model": "rlhf_jax.algorithms.reward_model:REWARD_MODEL",
         "preference_model": "rlhf_jax.algorithms.preference_model:PREFERENCE_MODEL",
         "dpo": "rlhf_jax.algorithms.dpo:DPO",
+        "online_dpo": "rlhf_jax.algorithms.online_dpo:ONLINE_DPO",
+        "raft": "rlhf_jax.algorithms.raft:RAFT",
+        "on_policy_distill": "rlhf_jax.algorithms.on_policy_distill:ON_POLICY_DISTILL",
         "kto": "rlhf_jax.algorithms.kto:KTO",
         "distill": "rlhf_jax.algorithms.distill:DISTILL",
     },

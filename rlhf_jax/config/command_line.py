@@ -44,6 +44,7 @@ PATH_KEYS = (
     "model.path",
     "drafter.path",
     "critic.path",
+    "kl.reference",
     "data.train",
     "data.eval",
     "data.mixture",

@@ -232,6 +232,9 @@ DEFAULTS: dict[str, Any] = {
         # penalty per nat, in reward; 0 loads no reference, and KL is measured to the policy before
         # the update
         "coefficient": 0.04,
+        # folder of the reference, a model of the policy's tokenizer; '' for the policy as the run
+        # begins
+        "reference": "",
         # 'loss', or 'reward' (subtracted from the reward per token)
         "place": "loss",
         # KL estimator of Schulman 2020: k1 (in the reward only), k2 or k3

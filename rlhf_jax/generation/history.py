@@ -134,6 +134,7 @@ def requests(
     rule: AcceptanceRule,
     repeated: int = 0,
     used: set[int] | None = None,
+    temperatures: tuple[float, ...] = (),
 ) -> list[Request]:
     """Make one request a prompt, with consecutive sample ids from `first_id`.
 
@@ -141,7 +142,7 @@ def requests(
     no draft stems from the noise that accepts it, and none is `repeated`. Else of each prompt's
     samples up to `repeated` take the ids of its latest responses, and so their noise: they can be
     replayed, and are no fresh draws. Ids in `used` are not taken again, and those taken are added
-    to it.
+    to it. temperatures: as a request has them.
     """
     if rule.depends_on_drafts:
         first_id = max(first_id, history.unused_id)
@@ -163,6 +164,7 @@ def requests(
                 max_new_tokens,
                 history=tuple(texts.values()),
                 earlier=texts,
+                temperatures=temperatures,
                 others=history.of_others(prompt),
             )
         )

@@ -37,12 +37,14 @@ class Request:
     # of the same noise, by sample id
     earlier: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
     temperature: float | None = None  # 0: greedy; None: that of `GenerationConfig.sampling`
+    # of each sample id, in place of the one temperature
+    temperatures: tuple[float, ...] = ()
     # the latest roll-outs of other prompts, which lookup reads where `history` leaves room
     others: tuple[np.ndarray, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.temperature is not None:
-            check_temperature(self.temperature)
+        for temperature in (*self.temperatures, self.temperature or 0.0):
+            check_temperature(temperature)
 
     @property
     def id(self) -> int:
@@ -136,8 +138,10 @@ class GenerationConfig:
         """Return the rule of acceptance."""
         return RULES[self.acceptance]
 
-    def temperature_of(self, request: Request) -> float:
-        """Return the temperature that the samples of a request are drawn at."""
+    def temperature_of(self, request: Request, sample_id: int) -> float:
+        """Return the temperature that a sample of a request is drawn at."""
+        if request.temperatures:
+            return request.temperatures[request.sample_ids.index(sample_id)]
         own = request.temperature
         return self.sampling.temperature if own is None else own
 

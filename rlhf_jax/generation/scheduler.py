@@ -285,7 +285,7 @@ def _admit(
         new["row"][i] = place
         new["limit"][i] = sample.limit
         new["key"][i] = (decoding.seed, sample.sample_id)
-        new["temperature"][i] = decoding.temperature_of(sample.request)
+        new["temperature"][i] = decoding.temperature_of(sample.request, sample.sample_id)
         new["history"][i] = known_texts(sample, batch.ended_texts, decoding.history)
         text = sample.request.earlier.get(sample.sample_id)
         if text is not None and slots:

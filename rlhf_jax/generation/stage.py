@@ -58,6 +58,8 @@ class GenerationSettings:
     prompts_per_step: int
     samples_per_prompt: int
     max_new_tokens: int
+    # of each sample of a prompt; none where all have that of `decoding`
+    temperatures: tuple[float, ...] = ()
     # more roll-outs, at most, in place of prompts without signal
     resample: int = 0
     # samples of a prompt, at most, that repeat the noise of earlier ones
@@ -257,7 +259,9 @@ def read_texts(
     key[: len(samples), 1] = texts.columns["sample_ids"]
 
     temperature = np.ones(rows, np.float32)
-    temperature[: len(samples)] = [decoding.temperature_of(one.request) for one in samples]
+    temperature[: len(samples)] = [
+        decoding.temperature_of(one.request, one.sample_id) for one in samples
+    ]
 
     placed = meshes.place_rows((tokens, mask, key, temperature), settings.layout)
     truncation = decoding.sampling.truncation

@@ -77,6 +77,7 @@ def lacking(config: Config) -> str:
         config.model.path,
         config.drafter.path,
         config.critic.path,
+        config.kl.reference,
         *derived.reward_models(config),
     )
     missing = [
@@ -110,6 +111,6 @@ def _models(config: Config) -> ModelConfigs:
         role: shape_of(config.critic.path) if config.critic.path else policy
         for role in derived.critics(config)
     }
-    return ModelConfigs(
-        policy, drafter, critics, tuple(map(shape_of, derived.reward_models(config)))
-    )
+    rewards = tuple(map(shape_of, derived.reward_models(config)))
+    reference = shape_of(config.kl.reference) if config.kl.reference else None
+    return ModelConfigs(policy, drafter, critics, rewards, reference)

@@ -125,7 +125,7 @@ def frozen_models(opened: Opened) -> dict[str, Model]:
     frozen = {}
     for role in derived.scorers(config):
         if role != "policy" and not derived.trains(config, role):
-            source = opened.policy if role == "reference" else opened.critic
+            source = opened.reference if role == "reference" else opened.critic
             frozen[role] = load_idle(source, layouts[f"{role}_inference"], config)
     if opened.student is None and opened.drafter is not None:
         drafter = load(opened.drafter, layouts["generation"])

@@ -54,6 +54,8 @@ class Opened:
     config: Config
     policy: Source
     drafter: Source | None
+    # from which KL is measured: the policy's own where none is named
+    reference: Source
     # of which each critic is made: the policy's own where its trunk is taken
     critic: Source
     rewards: tuple[Source, ...]
@@ -86,7 +88,8 @@ class Opened:
         drafter = self.student or (self.drafter and self.drafter.config)
         rewards = tuple(source.config for source in self.rewards)
         critics = dict.fromkeys(derived.critics(self.config), self.critic.config)
-        return ModelConfigs(self.policy.config, drafter, critics, rewards)
+        reference = self.reference.config if self.config.kl.reference else None
+        return ModelConfigs(self.policy.config, drafter, critics, rewards, reference)
 
     @property
     def workdir(self) -> Path:
@@ -135,6 +138,7 @@ def prepare(config: Config) -> Opened:
         config=config,
         policy=policy,
         drafter=drafter,
+        reference=open_source(config.kl.reference) if config.kl.reference else policy,
         critic=open_source(config.critic.path) if config.critic.path else policy,
         rewards=rewards,
         prompts=prompts,
@@ -267,6 +271,7 @@ def identity(opened: Opened) -> dict[str, Any]:
 
     found[ENDS] = list(opened.policy.stop_tokens)
     loaded = {"policy": opened.policy, "critic": critic}
+    loaded |= {"reference": opened.reference} if opened.config.kl.reference else {}
     loaded |= dict(zip(derived.reward_models(opened.config), opened.rewards, strict=True))
     found |= {f"the weights of the {name}": digest(one) for name, one in loaded.items() if one}
 

@@ -74,6 +74,7 @@ def generation_settings(opened: Opened, programs: Programs) -> GenerationSetting
         prompts_per_step=generation.prompts_per_step,
         samples_per_prompt=generation.samples_per_prompt,
         max_new_tokens=generation.max_new_tokens,
+        temperatures=algorithm_of(config).temperatures(config),
         resample=generation.resample,
         repeated_noise=generation.repeated_noise,
         compiler=compiler,

@@ -98,12 +98,18 @@ def validate_models(config: Config, models: ModelConfigs) -> None:
 
     A model may lack room for a whole text, or have a vocabulary that is not the policy's.
     """
-    policy, drafter, critics, rewards = models
+    policy, drafter, critics, rewards, reference = models
     critic = next(iter(critics.values()), None)  # all are made of the same model
-    for name, model in (("model", policy), ("drafter", drafter)):
+    require(
+        reference is None or reference.vocab_size == policy.vocab_size,
+        f"kl.reference has a vocabulary of {reference and reference.vocab_size} tokens, the model"
+        f" one of {policy.vocab_size}; give a model of the same tokenizer.",
+    )
+    named = {"model.path": policy, "drafter.path": drafter, "kl.reference": reference}
+    for name, model in named.items():
         require(
             model is None or not model.scalar_head,
-            f"{name}.path is a reward model, which scores text and cannot write it; give a"
+            f"{name} is a reward model, which scores text and cannot write it; give a"
             " language model.",
         )
     for path, model in zip(derived.reward_models(config), rewards, strict=True):
@@ -118,7 +124,8 @@ def validate_models(config: Config, models: ModelConfigs) -> None:
     )
     longest = derived.text_tokens(config)
     limit = "generation.max_new_tokens" if derived.generates(config) else "data.max_response_tokens"
-    for name, model in (("model", policy), ("drafter", drafter), ("critic", critic)):
+    readers = {"model": policy, "drafter": drafter, "critic": critic, "reference": reference}
+    for name, model in readers.items():
         require(
             model is None or longest <= model.max_context,
             f"data.max_prompt_tokens + {limit} is {longest}, but the {name}'s"
@@ -305,6 +312,8 @@ def _check_unused(config: Config) -> None:
         keys += ["generation.resample"]
     if not derived.generates(config):
         keys += ["drafter.path", "drafter.layers", "generation.fuse_inference"]
+    if "reference" not in derived.scorers(config):
+        keys += ["kl.reference"]
     unused = [key for key in keys if operator.attrgetter(key)(config)]
     require(
         not unused,

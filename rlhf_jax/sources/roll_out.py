@@ -101,6 +101,7 @@ class RollOut:
                 rule=settings.decoding.rule,
                 repeated=settings.repeated_noise,
                 used=self.repeated_ids,
+                temperatures=settings.temperatures,
             )
             self.row_of = {request.id: row for request, row in zip(wanted, rows, strict=True)}
             return generate_samples(

@@ -1,0 +1,158 @@
+"""Online iterative DPO: pairs of the policy's own answers, ranked by their rewards.
+
+(Dong et al. 2024, RLHF Workflow, algorithm 2.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from rlhf_jax.algorithms import dpo
+from rlhf_jax.config.algorithms import Algorithm, option
+from rlhf_jax.config.checks import require, require_not_negative, require_one_of
+from rlhf_jax.config.schema import Config
+from rlhf_jax.losses.preference import WITHOUT_REFERENCE
+from rlhf_jax.sequences.batch import Sequences
+from rlhf_jax.training.kinds import GroupLoss
+
+CHOICES = ("best_and_worst", "best_and_second", "random")
+REFERENCES = ("sft", "previous")
+
+
+@dataclasses.dataclass(frozen=True)
+class OnlineDPOOptions(dpo.DPOOptions):
+    """Hold how answers are drawn and paired, beside what is made of a pair."""
+
+    pair: str = option(
+        "best_and_worst",
+        "of the answers to a prompt: " + ", ".join(CHOICES),
+        lambda config, key: require_one_of(config, key, CHOICES),
+    )
+    temperatures: tuple[float, ...] = option(
+        (), "of a prompt's samples in equal parts, as (1.0, 0.7); () for generation.temperature"
+    )
+    across_temperatures: bool = option(
+        False,
+        "pair answers of different temperatures, too; such pairs teach to be cooler and shorter",
+    )
+    length_penalty: float = option(
+        0.0, "subtracted from a reward for each token, as 0.001 a character", require_not_negative
+    )
+    reference: str = option(
+        "sft",
+        "of gains: 'sft', the model that the run began with, or 'previous', the policy before the"
+        " step",
+        lambda config, key: require_one_of(config, key, REFERENCES),
+    )
+
+
+def ranked_pairs(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, float]]:
+    """Return the samples with pairs marked by `preference`; the others are masked out.
+
+    A pair is a group of its own. Answers of equal reward make none, nor does one without a reward.
+    """
+    options = config.algorithm
+    count = config.generation.samples_per_prompt
+    parts = 1 if options.across_temperatures else len(options.temperatures) or 1
+    mask = np.asarray(batch.mask)
+    tokens = mask.sum(axis=1)
+    ranks = np.asarray(batch.columns["rewards"]) - options.length_penalty * tokens
+    preference = np.zeros(len(ranks), np.float32)
+    random = np.random.default_rng((config.seed, *np.asarray(batch.columns["sample_ids"])[:1]))
+    pairs = np.array([*_pairs(ranks.reshape(-1, count // parts), options.pair, random)], int)
+    chosen, rejected = pairs.reshape(-1, 2).T
+    preference[chosen] = 1.0
+    preference[rejected] = -1.0
+    group = np.arange(len(ranks), dtype=np.int32) // (count // parts)
+    columns = {name: column for name, column in batch.columns.items() if name != "sampled_logprobs"}
+    if options.reference == "previous" and "logprobs" in columns:
+        columns["reference_logprobs"] = columns.pop("logprobs")
+    batch = dataclasses.replace(
+        batch, mask=mask & (preference != 0)[:, None], group=group, columns=columns
+    )
+    metrics = {"preference/pairs": float(len(chosen))}
+    if len(chosen):
+        warmth = np.tile(
+            np.repeat(
+                options.temperatures or (config.generation.temperature,),
+                count // (len(options.temperatures) or 1),
+            ),
+            len(ranks) // count,
+        )
+        for name, side in (("chosen", chosen), ("rejected", rejected)):
+            metrics[f"{name}/tokens"] = float(tokens[side].mean())
+            metrics[f"{name}/temperature"] = float(warmth[side].mean())
+            metrics[f"{name}/reward"] = float(np.asarray(batch.columns["rewards"])[side].mean())
+    return batch.with_columns(preference=preference), metrics
+
+
+def _pairs(
+    ranks: np.ndarray, choice: str, random: np.random.Generator
+) -> Iterator[tuple[int, int]]:
+    """Yield the places of the chosen and the rejected answer of each row of ranks [G, n]."""
+    for first, row in zip(itertools.count(0, ranks.shape[1]), ranks, strict=False):
+        known = np.flatnonzero(~np.isnan(row))
+        order = known[np.argsort(-row[known], kind="stable")]
+        if choice == "random":
+            order = order[np.sort(random.permutation(len(order))[:2])]
+        if len(order) > 1:
+            worst = order[1] if choice == "best_and_second" else order[-1]
+            if row[order[0]] > row[worst]:
+                yield first + int(order[0]), first + int(worst)
+
+
+def temperatures(config: Config) -> tuple[float, ...]:
+    """Return the temperature of each sample of a prompt; none where all have the config's."""
+    own = tuple(map(float, config.algorithm.temperatures))
+    share = config.generation.samples_per_prompt // (len(own) or 1)
+    return tuple(warm for warm in own for _ in range(share))
+
+
+def scores(config: Config) -> tuple[str, ...]:
+    """Return the model that gains are measured from, where the loss reads one."""
+    if config.algorithm.loss in WITHOUT_REFERENCE:
+        return ()
+    return ("policy",) if config.algorithm.reference == "previous" else ("reference",)
+
+
+def check(config: Config) -> None:
+    """Check that a prompt has two answers to choose from at each temperature."""
+    dpo.check(config)
+    own = config.algorithm.temperatures
+    require(
+        all(isinstance(warm, int | float) and warm > 0 for warm in own),
+        f"algorithm.temperatures is {tuple(own)}; temperatures must be numbers above 0.",
+    )
+    parts = len(own) or 1
+    count = config.generation.samples_per_prompt
+    require(
+        count % parts == 0,
+        f"generation.samples_per_prompt is {count}, and algorithm.temperatures has {parts} entries;"
+        " make the first a multiple of the second.",
+    )
+    least = count if config.algorithm.across_temperatures else count // parts
+    require(
+        least > 1,
+        f"generation.samples_per_prompt is {count}; a pair takes two answers"
+        f"{' of each temperature' if parts > 1 else ''}: raise it.",
+    )
+    require(
+        config.generation.temperature == 1.0,
+        f"generation.temperature is {config.generation.temperature}; a loss of pairs reads"
+        " log-probabilities at 1: set algorithm.temperatures instead.",
+    )
+
+
+ONLINE_DPO = Algorithm(
+    title=lambda config: f"online {dpo.title(config)}",
+    losses={"policy": GroupLoss(dpo.preferred, reads=("reference_logprobs", "preference"))},
+    scores=scores,
+    prepare=ranked_pairs,
+    options=OnlineDPOOptions,
+    check=check,
+    temperatures=temperatures,
+)

@@ -1,0 +1,176 @@
+"""Algorithms that learn from the policy's own ranked answers: online DPO, RAFT, a teacher."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tiny_run
+
+from rlhf_jax import trainer
+from rlhf_jax.algorithms import online_dpo, raft
+from rlhf_jax.config import command_line, default
+from rlhf_jax.config.earlier import settled
+from rlhf_jax.sequences.batch import Sequences
+
+TOKENS = 6
+
+
+def config_of(name: str, samples: int, **options):
+    config = default(name)
+    config.generation.samples_per_prompt = samples
+    config.algorithm.update(options)
+    return settled(config)
+
+
+def batch_of(*rewards: float) -> Sequences:
+    """Samples of one token more each."""
+    count = len(rewards)
+    mask = np.arange(TOKENS) <= np.arange(count)[:, None] % TOKENS
+    batch = Sequences(np.ones((count, TOKENS), np.int32), mask, np.zeros(count, np.int32))
+    return batch.with_columns(
+        rewards=np.array(rewards, np.float32),
+        ended=np.ones(count, bool),
+        sample_ids=np.arange(count, dtype=np.uint32),
+    )
+
+
+def signs(batch: Sequences) -> list[float]:
+    return np.asarray(batch.columns["preference"]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("pair", "expected"),
+    [
+        ("best_and_worst", [-1, 0, 1, 0, 0, 0, 0, 0, 0, 1, -1, 0]),
+        ("best_and_second", [0, -1, 1, 0, 0, 0, 0, 0, 0, 1, -1, 0]),
+    ],
+)
+def test_pairs_are_chosen_by_rank_and_equal_ones_dropped(pair, expected):
+    batch = batch_of(0, 1, 2, 1, 3, 3, 3, 3, np.nan, 1, 0, np.nan)
+    found, metrics = online_dpo.ranked_pairs(batch, config_of("online_dpo", 4, pair=pair))
+    assert signs(found) == expected
+    assert metrics["preference/pairs"] == 2
+    np.testing.assert_array_equal(found.mask.any(axis=1), np.array(expected) != 0)
+    assert np.asarray(found.group).tolist() == [0] * 4 + [1] * 4 + [2] * 4
+
+
+def test_random_pairs_prefer_the_better_and_follow_the_seed():
+    batch = batch_of(*np.random.default_rng(0).permutation(64).astype(float))
+    config = config_of("online_dpo", 8, pair="random")
+    found, metrics = online_dpo.ranked_pairs(batch, config)
+    assert metrics["preference/pairs"] == 8
+    rewards = np.asarray(batch.columns["rewards"]).reshape(8, 8)
+    preference = np.array(signs(found)).reshape(8, 8)
+    assert (rewards[preference > 0] > rewards[preference < 0]).all()
+    assert signs(online_dpo.ranked_pairs(batch, config)[0]) == signs(found)
+    assert not np.array_equal(preference.argmax(axis=1), rewards.argmax(axis=1)), (
+        "a random pair need not hold the best"
+    )
+
+
+def test_pairs_are_within_a_temperature_unless_asked_otherwise():
+    batch = batch_of(0, 1, 2, 3)
+    config = config_of("online_dpo", 4, temperatures=(1.0, 0.7))
+    assert online_dpo.temperatures(config) == (1.0, 1.0, 0.7, 0.7)
+    found, metrics = online_dpo.ranked_pairs(batch, config)
+    assert signs(found) == [-1, 1, -1, 1]
+    assert np.asarray(found.group).tolist() == [0, 0, 1, 1]
+    assert metrics["chosen/temperature"] == metrics["rejected/temperature"] == 0.85
+    assert (metrics["chosen/tokens"], metrics["rejected/tokens"]) == (3.0, 2.0)
+    config = config_of("online_dpo", 4, temperatures=(1.0, 0.7), across_temperatures=True)
+    found, metrics = online_dpo.ranked_pairs(batch, config)
+    assert signs(found) == [-1, 0, 0, 1]
+    assert (metrics["chosen/temperature"], metrics["rejected/temperature"]) == (0.7, 1.0)
+
+
+def test_a_length_penalty_ranks_and_is_no_reward():
+    batch = batch_of(1.0, 1.5)
+    found, _ = online_dpo.ranked_pairs(batch, config_of("online_dpo", 2, length_penalty=1.0))
+    assert signs(found) == [1, -1]
+    np.testing.assert_array_equal(found.columns["rewards"], batch.columns["rewards"])
+
+
+def test_raft_keeps_the_best_of_each_prompt():
+    found, metrics = raft.best_of_n(batch_of(0, 2, 1, np.nan, np.nan, np.nan), config_of("raft", 3))
+    assert found.mask.any(axis=1).tolist() == [False, True, False, False, False, False]
+    assert metrics["best/reward"] == 2.0
+    assert metrics["best/kl"] == pytest.approx(np.log(3) - 2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "samples", "options", "words"),
+    [
+        ("raft", 1, {}, "raft chooses the best of two or more"),
+        ("online_dpo", 1, {}, "a pair takes two answers: raise it"),
+        ("online_dpo", 2, {"temperatures": (1.0, 0.7)}, "two answers of each temperature"),
+        ("online_dpo", 3, {"temperatures": (1.0, 0.7)}, "make the first a multiple"),
+        ("online_dpo", 2, {"temperatures": (0.0,)}, "numbers above 0"),
+        ("online_dpo", 2, {"label_smoothing": 0.1}, "does not read"),
+        ("on_policy_distill", 1, {}, "the policy would teach itself"),
+    ],
+)
+def test_what_cannot_learn_is_one_sentence(name, samples, options, words):
+    from rlhf_jax.config.algorithms import algorithm_of
+
+    config = config_of(name, samples, **options)
+    with pytest.raises(ValueError, match=words):
+        algorithm_of(config).check_options(config)
+        algorithm_of(config).check(config)
+
+
+@pytest.fixture
+def run(tmp_path, one_device):
+    """Take steps of an algorithm, and return the metrics of each."""
+    tiny_run.make_files(tmp_path)
+    model = tiny_run.make_model(tmp_path / "tiny")
+
+    def run(name: str, **changes) -> list[dict]:
+        common = {"algorithm__name": name, "evaluation__every": 0, "workdir": tmp_path / name}
+        words = tiny_run.arguments(tmp_path, model, **common | changes)
+        trainer.do_run(command_line.read(words))
+        return tiny_run.lines(tmp_path / name / "metrics.jsonl")
+
+    return run
+
+
+@pytest.mark.slow
+def test_online_dpo_draws_at_its_temperatures_and_learns(run, tmp_path):
+    steps = run(
+        "online_dpo",
+        algorithm__temperatures="(1.0, 0.001)",
+        training__epochs=2,
+        steps=6,
+        training__learning_rate=3e-3,
+    )
+    assert steps[0]["chosen/temperature"] < 1.0
+    assert all(np.isfinite(step["loss/policy"]) for step in steps)
+    assert steps[-1]["preference/margin"] > 0
+    rows = [row for row in tiny_run.lines(tmp_path / "online_dpo" / "samples.jsonl")]
+    cool = [row["response"] for row in rows if row["step"] == 0][2::4]
+    again = [row["response"] for row in rows if row["step"] == 0][3::4]
+    assert cool == again, "nearly greedy samples of a prompt are alike"
+    previous = run(
+        "online_dpo",
+        algorithm__reference="previous",
+        algorithm__loss="ipo",
+        workdir=tmp_path / "previous",
+        steps=2,
+    )
+    assert abs(previous[0]["preference/margin"]) < 1e-4  # policy and reference begin as one
+
+
+@pytest.mark.slow
+def test_a_policy_moves_towards_its_teacher(run, tmp_path):
+    teacher = tiny_run.make_model(tmp_path / "teacher", seed=7, num_layers=1)
+    steps = run(
+        "on_policy_distill",
+        kl__reference=teacher,
+        reward__functions="()",
+        training__learning_rate=1e-2,
+        steps=24,
+    )
+    first, last = (np.mean([step["kl/mean"] for step in part]) for part in (steps[:4], steps[-4:]))
+    assert last < 0.7 * first
+    with pytest.raises(ValueError, match=r"kl\.reference has a vocabulary of"):
+        other = tiny_run.make_model(tmp_path / "other", vocab_size=384)
+        run("on_policy_distill", kl__reference=other, reward__functions="()", steps=1)
