@@ -142,7 +142,7 @@ def test_online_dpo_draws_at_its_temperatures_and_learns(run, tmp_path):
         steps=6,
         training__learning_rate=3e-3,
     )
-    assert steps[0]["chosen/temperature"] < 1.0
+    assert steps[0]["chosen/temperature"] == 1.0  # nearly greedy answers are equal, and no pair
     assert all(np.isfinite(step["loss/policy"]) for step in steps)
     assert steps[-1]["preference/margin"] > 0
     rows = [row for row in tiny_run.lines(tmp_path / "online_dpo" / "samples.jsonl")]
