@@ -220,6 +220,24 @@ def test_samples_of_a_batch_are_those_of_a_batch_of_their_temperature(
             np.testing.assert_array_equal(sample.support, alone.support)
 
 
+def test_samples_of_a_request_have_temperatures_of_their_own(target, drafter, plain_text):
+    asked = [
+        dataclasses.replace(
+            one,
+            temperatures=tuple(
+                itertools.islice(itertools.cycle(TEMPERATURES), len(one.sample_ids))
+            ),
+        )
+        for one in requests()
+    ]
+    mixed = run(target, drafter, decoding("lookup-chain-4"), asked)
+    for request in asked:
+        for sample_id, temperature in zip(request.sample_ids, request.temperatures, strict=True):
+            alone = plain_text(Sampling(temperature, 0))[sample_id]
+            assert mixed[sample_id].tokens == alone.tokens
+    assert len({len(request.sample_ids) for request in asked} - {1}) >= 1
+
+
 def test_other_temperatures_need_no_other_program(target, drafter, compilations):
     for strategy, rule in (("plain", "replayable"), ("model-tree-2x2", "rejection")):
         run(target, drafter, decoding(strategy, acceptance=rule))
