@@ -1,0 +1,144 @@
+"""One-pass reward modelling: a linear reward that learns from each label once and keeps none.
+
+The model is Bradley and Terry's on fixed features: the first of two answers is better with
+probability sigmoid(theta . z), where z is the difference of their features (arXiv 2502.07193). A
+label costs O(d^2), whatever their number. The inverse of the accumulated Hessian also says how
+certain a reward is, by which answers are chosen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+import numpy as np
+
+CG_ABOVE = 4096  # features from which a matrix of them is too large to keep
+CG_STEPS = 3
+
+
+def sigmoid(x: np.ndarray | float) -> np.ndarray:
+    """Compute 1 / (1 + exp(-x)) without overflow."""
+    return np.exp(-np.logaddexp(0.0, -np.asarray(x, np.float64)))
+
+
+@dataclasses.dataclass
+class OnePassReward:
+    """Hold theta [d] and the inverse Hessian [d, d] (float64), which `learn` changes in place.
+
+    The update is implicit online mirror descent with a quadratic surrogate (Algorithm 1), in its
+    exact form of rank one; the projection onto a ball is left out, as in the paper's experiments.
+    Of the Hessian, whose inverse is symmetric, the upper triangle alone is kept up to date.
+    """
+
+    theta: np.ndarray
+    inverse: np.ndarray  # in Fortran order
+    rate: float  # eta
+    total: np.ndarray  # [d], the sum of all iterates
+    labels: int = 0  # learned from so far
+
+    @classmethod
+    def begin(cls, features: int, regularizer: float = 1.0, rate: float = 1.0) -> OnePassReward:
+        """Return the model of no label, whose Hessian is `regularizer` times the identity.
+
+        Raises ValueError above CG_ABOVE features, for which `cg_step` is.
+        """
+        if features > CG_ABOVE:
+            raise ValueError(
+                f"A matrix of {features} x {features} features would be kept; above {CG_ABOVE} use"
+                " cg_step, which keeps none."
+            )
+        inverse = np.asfortranarray(np.eye(features) / regularizer)
+        return cls(np.zeros(features), inverse, rate, np.zeros(features))
+
+    def learn(self, differences: np.ndarray, labels: np.ndarray) -> None:
+        """Learn from labels in their order: differences [n, d], labels [n] of 1 or 0.
+
+        A label is 1 where the first answer is better. Raises ValueError where a number is not
+        finite.
+        """
+        blas: Any = importlib.import_module("scipy.linalg.blas")  # takes half a second
+        differences = np.asarray(differences, np.float64)
+        if not (np.isfinite(differences).all() and np.isfinite(labels).all()):
+            raise ValueError("A feature or label is not finite; leave the pair out.")
+        for z, label in zip(differences, np.asarray(labels, np.float64), strict=True):
+            u = blas.dsymv(1.0, self.inverse, z)
+            spread = float(z @ u)
+            chance = float(sigmoid(z @ self.theta))
+            curvature = chance * (1.0 - chance)
+            step = self.rate * (chance - label) / (1.0 + self.rate * curvature * spread)
+            self.theta -= step * u
+            # the Hessian is taken at the new iterate
+            chance = float(sigmoid(z @ self.theta))
+            curvature = chance * (1.0 - chance)
+            shrink = -curvature / (1.0 + curvature * spread)
+            self.inverse = blas.dsyr(shrink, u, a=self.inverse, overwrite_a=True)
+            self.total += self.theta
+            self.labels += 1
+
+    @property
+    def average(self) -> np.ndarray:
+        """Return the mean of all iterates, the first one's zeros included: [d]."""
+        return self.total / (1 + self.labels)
+
+    def rewards(self, features: np.ndarray) -> np.ndarray:
+        """Return the rewards of answers by their features [n, d]: [n]."""
+        return np.asarray(features, np.float64) @ self.theta
+
+    def uncertainty(self, features: np.ndarray) -> np.ndarray:
+        """Return |x| in the norm of the inverse Hessian for features or differences [n, d]: [n]."""
+        x = np.asarray(features, np.float64)
+        upper = np.triu(self.inverse)
+        whole = upper + np.triu(upper, 1).T
+        return np.sqrt(np.maximum(np.einsum("nd,nd->n", x @ whole, x), 0.0))
+
+    def choose_passive(self, features: np.ndarray, beta: float) -> int:
+        """Choose an answer by its reward less beta times its uncertainty: pessimism."""
+        return int(np.argmax(self.rewards(features) - beta * self.uncertainty(features)))
+
+    def choose_active(self, differences: np.ndarray) -> int:
+        """Choose the pair to be labelled next: the one with the largest uncertainty."""
+        return int(np.argmax(self.uncertainty(differences)))
+
+    def choose_deployment(self, features: np.ndarray, beta: float) -> tuple[int, int]:
+        """Choose the best answer, and one that may be better still; both are shown to a person."""
+        rewards = self.rewards(features)
+        best = int(np.argmax(rewards))
+        apart = self.uncertainty(np.asarray(features) - np.asarray(features)[best])
+        return best, int(np.argmax(rewards + 2.0 * beta * apart))
+
+
+def cg_step(
+    theta: np.ndarray,
+    differences: np.ndarray,
+    labels: np.ndarray,
+    *,
+    rate: float,
+    damping: float,
+    steps: int = CG_STEPS,
+) -> np.ndarray:
+    """Return theta [d] after a batch, by conjugate gradients: (H + damping I) v = g (Algorithm 5).
+
+    H is the batch's mean Hessian, of which only products are computed; `damping` stands for all
+    earlier ones.
+    """
+    z = np.asarray(differences, np.float64)
+    chance = sigmoid(z @ theta)
+    gradient = z.T @ (chance - labels) / len(z)
+    weight = chance * (1.0 - chance) / len(z)
+    found = np.zeros_like(gradient)
+    residual = gradient.copy()
+    direction = residual.copy()
+    square = float(residual @ residual)
+    for _ in range(steps):
+        if square == 0.0:
+            break
+        product = z.T @ (weight * (z @ direction)) + damping * direction
+        length = square / float(direction @ product)
+        found += length * direction
+        residual -= length * product
+        last = square
+        square = float(residual @ residual)
+        direction = residual + square / last * direction
+    return theta - rate * found

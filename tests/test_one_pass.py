@@ -1,0 +1,86 @@
+"""One-pass reward modelling: the update of rank one is the dense algorithm; certainty chooses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rlhf_jax.rewards.one_pass import CG_ABOVE, OnePassReward, cg_step, sigmoid
+
+D = 12
+
+
+def labelled(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Differences [n, d], labels [n] and the theta [d] that they follow."""
+    random = np.random.default_rng(seed)
+    theta = random.normal(size=D)
+    differences = random.normal(size=(count, D)) / np.sqrt(D)
+    labels = (random.random(count) < sigmoid(differences @ theta)).astype(float)
+    return differences, labels, theta
+
+
+def dense(differences: np.ndarray, labels: np.ndarray, regularizer: float, rate: float):
+    """Algorithm 1 as it is written, with a solve of d equations a label."""
+    theta = np.zeros(D)
+    hessian = regularizer * np.eye(D)
+    for z, label in zip(differences, labels, strict=True):
+        chance = sigmoid(z @ theta)
+        looked = hessian + rate * chance * (1 - chance) * np.outer(z, z)
+        theta = theta - rate * np.linalg.solve(looked, (chance - label) * z)
+        chance = sigmoid(z @ theta)
+        hessian = hessian + chance * (1 - chance) * np.outer(z, z)
+    return theta, hessian
+
+
+@pytest.mark.parametrize(("regularizer", "rate"), [(1.0, 1.0), (0.1, 3.0)])
+def test_the_update_of_rank_one_is_the_dense_algorithm(regularizer, rate):
+    differences, labels, _ = labelled(300)
+    found = OnePassReward.begin(D, regularizer, rate)
+    for part in np.split(np.arange(300), [1, 50]):  # however labels come
+        found.learn(differences[part], labels[part])
+    theta, hessian = dense(differences, labels, regularizer, rate)
+    np.testing.assert_allclose(found.theta, theta, rtol=0, atol=1e-12)
+    upper = np.triu_indices(D)
+    np.testing.assert_allclose(found.inverse[upper], np.linalg.inv(hessian)[upper], atol=1e-12)
+    norms = np.sqrt(np.einsum("nd,de,ne->n", differences, np.linalg.inv(hessian), differences))
+    np.testing.assert_allclose(found.uncertainty(differences), norms, atol=1e-12)
+    assert found.labels == 300
+
+
+def test_it_comes_near_to_the_fit_of_all_labels():
+    differences, labels, theta = labelled(4000)
+    found = OnePassReward.begin(D)
+    found.learn(differences, labels)
+    angle = found.theta @ theta / np.linalg.norm(found.theta) / np.linalg.norm(theta)
+    assert angle > 0.97
+
+
+def test_certainty_chooses():
+    model = OnePassReward.begin(2)
+    seen = np.tile([1.0, 0.0], (200, 1))
+    model.learn(seen, np.ones(200))
+    answers = np.array([[1.0, 0.0], [1.0, 3.0], [0.2, 0.0]])
+    assert model.choose_active(answers) == 1  # along the second feature nothing is known
+    assert model.choose_passive(answers, beta=1.0) == 0
+    best, other = model.choose_deployment(answers, beta=1.0)
+    assert (best, other) == (0, 1)
+
+
+def test_conjugate_gradients_solve_the_damped_equations():
+    differences, labels, _ = labelled(64)
+    theta = np.full(D, 0.1)
+    chance = sigmoid(differences @ theta)
+    hessian = differences.T @ ((chance * (1 - chance) / 64)[:, None] * differences)
+    gradient = differences.T @ (chance - labels) / 64
+    exact = theta - 0.5 * np.linalg.solve(hessian + 0.3 * np.eye(D), gradient)
+    found = cg_step(theta, differences, labels, rate=0.5, damping=0.3, steps=D)
+    np.testing.assert_allclose(found, exact, atol=1e-12)
+    early = cg_step(theta, differences, labels, rate=0.5, damping=0.3)
+    assert np.linalg.norm(early - exact) < 0.05 * np.linalg.norm(exact - theta)
+
+
+def test_what_cannot_be_learned_is_one_sentence():
+    with pytest.raises(ValueError, match="is not finite"):
+        OnePassReward.begin(D).learn(np.full((1, D), np.nan), np.ones(1))
+    with pytest.raises(ValueError, match="use cg_step"):
+        OnePassReward.begin(CG_ABOVE + 1)
