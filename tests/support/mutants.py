@@ -47,8 +47,8 @@ TESTS: dict[str, str] = {
     "generation/strategy/acceptance.py": "generation/strategy/test_acceptance.py",
     "generation/strategy/select.py": "generation/strategy/test_select.py command/test_explain.py",
     "generation/reallocation/row_transfer.py": "generation/reallocation/test_row_transfer.py",
-    "runtime/checkpoint/store.py": "runtime/test_checkpoint.py laws/test_damage_is_named.py",
-    "runtime/checkpoint/document.py": "runtime/test_checkpoint.py laws/test_damage_is_named.py",
+    "runtime/checkpoint/store.py": "laws/test_saved_is_loaded.py laws/test_damage_is_named.py",
+    "runtime/checkpoint/document.py": "laws/test_saved_is_loaded.py laws/test_damage_is_named.py",
 }
 """By file of the package: its own tests, the quickest to find a fault first."""
 
