@@ -112,7 +112,7 @@ def test_a_slice_that_decodes_nothing_more_scores_what_is_finished(target):
             rewards={"judge": on_slices},
         )
     )
-    chat = json.loads((GOLDEN / "scores.json").read_text())[0]["messages"]
+    chat = json.loads((JUDGE / "scores.json").read_text())[0]["messages"]
     answer = Response("", chat[:-1], {}, chat[-1]["content"])
     samples = []
     for sample in generate(policy, None, wanted, how, layout, idle_work=scoring_queue):

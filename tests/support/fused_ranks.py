@@ -197,7 +197,7 @@ def requests() -> list[Request]:
 
 @functools.cache
 def chat() -> list[dict[str, str]]:
-    return json.loads((GOLDEN / "scores.json").read_text())[0]["messages"]
+    return json.loads((JUDGE / "scores.json").read_text())[0]["messages"]
 
 
 def answer(sample: Sample) -> Response:
