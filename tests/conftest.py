@@ -9,6 +9,7 @@ import dataclasses
 import gc
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 import jax
 import pytest
 import soon
+from places import SUPPORT
 
 from rlhf_jax.models.transformer import init, unstack
 from rlhf_jax.types import Model, ModelConfig
@@ -61,18 +63,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
     parser.addoption(
-        "--soak-results", default="", help="a file for what tests/test_soak.py has measured"
+        "--soak-results", default="", help="a file for what tests/runs/test_soak.py has measured"
     )
 
     parser.addoption(
-        "--mutant-results", default="", help="a file for what tests/test_mutants.py has found"
+        "--mutant-results", default="", help="a file for what tests/laws/test_mutants.py has found"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Strict promotion, compiled programs kept between runs, and signals heard by what tests
-    start.
+    """Strict promotion, compiled programs kept between runs, telling asserts, and signals heard by
+    what tests start.
     """
+    # asserts of what tests share say as much as their own
+    shared = {path.stem for path in SUPPORT.glob("*.py")} - sys.modules.keys()
+    pytest.register_assert_rewrite(*shared)
     if config.getoption("--kernels") == "interpret":
         _interpret_kernels()
     # a job in the background has it ignored
@@ -149,6 +154,25 @@ def smollm2() -> Path:
     from rlhf_jax.data.download import smollm2
 
     return smollm2()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A model of bytes, with its tokenizer."""
+    import tiny_run
+
+    return tiny_run.make_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """Where runs may begin: a model of bytes in `tiny`, prompts, a reward and a config."""
+    import tiny_run
+
+    place = tmp_path_factory.mktemp("runs")
+    tiny_run.make_model(place / "tiny")
+    tiny_run.make_files(place)
+    return place
 
 
 @pytest.fixture

@@ -23,11 +23,11 @@ from benchmarks.shapes import SHAPES
 
 # By kernel, the tests that hold it; those marked `gpu` run.
 TESTS = {
-    "tree_attention": "test_tree_attention.py",
-    "verify_head": "test_verify_head.py",
-    "commit": "test_commit.py",
-    "logprobs": "test_logprobs_kernel.py",
-    "all": "test_gpu_kernels.py",
+    "tree_attention": "kernels/test_tree_attention.py",
+    "verify_head": "kernels/test_verify_head.py",
+    "commit": "kernels/test_commit.py",
+    "logprobs": "kernels/test_logprobs_kernel.py",
+    "all": "kernels/test_gpu_kernels.py",
 }
 # Largest error of a number over the largest number of its row, as the tests allow.
 TOLERANCE = 1e-2

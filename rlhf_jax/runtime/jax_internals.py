@@ -1,6 +1,6 @@
 """What this package takes of jax that jax does not make public, all in one place.
 
-jax 0.10.2 and 0.12 have it; `tests/test_jax_internals.py` says so of any other.
+jax 0.10.2 and 0.12 have it; `tests/runtime/test_jax_internals.py` says so of any other.
 """
 
 from __future__ import annotations

@@ -7,12 +7,12 @@ import json
 import shutil
 from pathlib import Path
 
+import gguf_files
 import jax
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import readers
-import test_gguf
 import tiny_run
 
 from rlhf_jax.models.files import huggingface
@@ -52,7 +52,7 @@ def make(folder: Path) -> dict[str, Path]:
     gguf = folder / "gguf"
     gguf.mkdir()
     tied = init(jax.random.key(0), dataclasses.replace(tiny_config(), vocab_size=64))
-    found["gguf"] = test_gguf.write_gguf(gguf / "model.gguf", tied)
+    found["gguf"] = gguf_files.write_gguf(gguf / "model.gguf", tied)
     plain = folder / "rows"
     plain.mkdir()
     found["jsonl"] = plain / "rows.jsonl"

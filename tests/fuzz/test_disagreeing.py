@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from disagreeing import folders_apart
-from test_folders import TOLERANCE, read
+from folder_readings import TOLERANCE, read
 
 from rlhf_jax.models.files import huggingface
 from rlhf_jax.models.files.source import Source, open_source

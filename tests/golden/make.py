@@ -25,7 +25,7 @@ import transformers
 from safetensors.torch import save_file
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE.parent / "support"))
 import folders  # noqa: E402
 
 SHAPE = {

@@ -24,7 +24,7 @@ class SelectorSettings:
     # Rounds over which catching up a draft cache is paid off; by hand.
     catch_up_rounds: int = 16
     # Share of a stage's predicted seconds that probes may lose; by hand, held to by
-    # tests/test_strategy_benchmark.py, which runs benchmarks/strategy.py.
+    # tests/benchmarks/test_strategy_benchmark.py, which runs benchmarks/strategy.py.
     probe_share: float = 0.01
     # Drafts observed, below which a drafter is due for a probe; by hand.
     few_drafts: float = 16.0
@@ -56,7 +56,8 @@ class CostSettings:
     # Points, along the context, by which a fit sees one call; by hand.
     fit_points: int = 3
     # Squared log contexts, summed, at which a measured slope counts half; by hand, after a run in
-    # which rounds timed at long contexts made calls look dear (tests/test_cost.py).
+    # which rounds timed at long contexts made calls look dear
+    # (tests/generation/strategy/test_cost.py).
     slope_prior: float = 1.0
     # Log seconds beyond which an error says that a round was held up; by hand.
     held_up: float = 0.2
@@ -90,7 +91,7 @@ class AcceptanceSettings:
     # Highest rate; by hand.
     highest_rate: float = 0.99
     # Odds of acceptance that a sudden change multiplies or divides; by hand, held to twenty rounds
-    # by tests/test_acceptance.py.
+    # by tests/generation/strategy/test_acceptance.py.
     change_odds: float = 8.0
     # Log likelihood ratio at which a sudden change is believed; by hand, likewise.
     alarm: float = 9.0
