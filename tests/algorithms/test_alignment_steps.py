@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from places import GOLDEN
 from safetensors.numpy import load_file, save_file
 
 from rlhf_jax.algorithms.dpo import DPO, DPOOptions
@@ -25,7 +26,6 @@ from rlhf_jax.training.learn import learn, trained
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import Model
 
-GOLDEN = Path(__file__).parent / "golden"
 RATES = {"sft": 0.3, "dpo": 0.1, "reward_model": 0.1}
 STEPS = 4
 
