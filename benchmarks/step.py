@@ -14,7 +14,9 @@ prompts, with as many samples, the same learning rate and KL coefficient, and a 
 nothing; all else is as its makers have it, but that TRL keeps its activations, which is quicker
 here. "_whole" has all samples of a step in one micro-batch, "trl_checkpointed" computes activations
 again, as is TRL's default; tunix has one micro-batch as it comes, and TRL 1.16 has no PPO. With
-`--algorithm ppo` there is a critic, begun as the policy, and a KL is taken from the reward. After
+`--algorithm ppo` there is a critic, begun as the policy, and a KL is taken from the reward. With
+`--algorithm dpo` a step takes pairs of answers with one prompt (of 0+64 a prompt is one token),
+beside TRL's DPOTrainer, and nothing is generated. After
 `--warm-up` steps each, which compile, the engines take turns, A B C A B C, a step each, and only
 one works at a time. A JSON document is printed for each case: CPU seconds (user and system, all
 threads, children too) and wall seconds of a step, response tokens, peak memory, and the ratio to
@@ -60,6 +62,7 @@ CASES = {
     "200+200": Case(200, 200, 4, ""),
     "1000+100": Case(1000, 100, 2, ""),
 }
+PAIRS = {"0+64": Case(1, 64, 4, ""), "128+64": Case(128, 64, 4, ""), "256+64": Case(256, 64, 4, "")}
 
 
 class Engine(NamedTuple):
@@ -87,8 +90,9 @@ REWARD = (
 def main() -> None:
     """Measure each case that is asked for."""
     asked = arguments()
-    for name in [asked.case] if asked.case else CASES:
-        print(json.dumps({"case": name} | measure(asked, CASES[name])), flush=True)
+    cases = PAIRS if asked.algorithm == "dpo" else CASES
+    for name in [asked.case] if asked.case else cases:
+        print(json.dumps({"case": name} | measure(asked, cases[name])), flush=True)
 
 
 def measure(asked: argparse.Namespace, case: Case) -> dict:
@@ -123,8 +127,8 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True, type=Path, help="folder of a Llama model")
-    parser.add_argument("--algorithm", choices=("grpo", "ppo"), default="grpo")
-    parser.add_argument("--case", choices=CASES, help="one of them; all without it")
+    parser.add_argument("--algorithm", choices=("grpo", "ppo", "dpo"), default="grpo")
+    parser.add_argument("--case", choices=[*CASES, *PAIRS], help="one of them; all without it")
     parser.add_argument("--samples", type=int, default=4, help="of a prompt")
     parser.add_argument("--kl", type=float, default=0.0, help="KL coefficient; 0 is TRL's default")
     parser.add_argument("--learning-rate", type=float, default=1e-6)
@@ -185,6 +189,15 @@ def write_inputs(asked: argparse.Namespace, case: Case, folder: Path) -> dict:
 
     rows = []
     for number in range(64):
+        if asked.algorithm == "dpo":
+            begins = {"rendered": number, "chosen": number + 3, "rejected": number + 5}
+            lengths = {"rendered": case.prompt}
+            texts = {
+                side: words_of(begin, lengths.get(side, case.new - 1), tokenizer)
+                for side, begin in begins.items()
+            }
+            rows.append({**texts, "prompt": texts["rendered"], "tokens": case.prompt})
+            continue
         chat, ids = prompt_of(number, case.prompt, tokenizer)
         rows.append({"prompt": chat, "rendered": tokenizer.decode_whole(ids), "tokens": len(ids)})
     prompts = folder / "prompts.jsonl"
@@ -219,6 +232,14 @@ def prompt_of(number: int, most: int, tokenizer: Tokenizer) -> tuple[str, list[i
         found = text, ids
 
 
+def words_of(number: int, tokens: int, tokenizer: Tokenizer) -> str:
+    """A text of words, of so many tokens."""
+    text = ""
+    while len(tokenizer.encode(text)) < tokens:
+        text += f" {WORDS[(number + len(text)) % len(WORDS)]}"
+    return tokenizer.decode(tokenizer.encode(text)[:tokens])
+
+
 @contextlib.contextmanager
 def start(name: str, python: str, folder: Path, settings: dict) -> Iterator[Worker]:
     """The worker of an engine, ended on leaving."""
@@ -227,7 +248,8 @@ def start(name: str, python: str, folder: Path, settings: dict) -> Iterator[Work
     file = own / "settings.json"
     engine = ENGINES[name]
     file.write_text(json.dumps(settings | engine._asdict()))
-    script = Path(__file__).parent / "peers" / f"{engine.system}_step.py"
+    dpo = "_dpo" if settings["algorithm"] == "dpo" and engine.system == "trl" else ""
+    script = Path(__file__).parent / "peers" / f"{engine.system}{dpo}_step.py"
     process = subprocess.Popen(
         [python, str(script), str(file)],
         stdin=subprocess.PIPE,

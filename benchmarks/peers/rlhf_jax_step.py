@@ -32,7 +32,8 @@ def timed(state, run, observe):
     turns.begin()
     state, report = step(state, run, observe)
     turns.note(**{name: report.metrics[name] for name in KEPT if name in report.metrics})
-    turns.note(tokens=report.metrics["generation/tokens"])
+    given = 2 * asked["prompts_per_step"] * asked["new_tokens"]
+    turns.note(tokens=report.metrics.get("generation/tokens", given))
     return state, report
 
 
@@ -43,8 +44,14 @@ config.steps = 1000
 config.model.path = asked["model"]
 config.data.train = asked["prompts"]
 config.data.max_prompt_tokens = asked["prompt_tokens"]
-config.reward.functions = (f"{asked['reward']}:vowels",)
-config.reward.workers = 1
+if asked["algorithm"] == "dpo":
+    config.algorithm.name = "dpo"
+    config.data.update(
+        raw=True, rows_per_step=asked["prompts_per_step"], max_response_tokens=asked["new_tokens"]
+    )
+else:
+    config.reward.functions = (f"{asked['reward']}:vowels",)
+    config.reward.workers = 1
 config.generation.prompts_per_step = asked["prompts_per_step"]
 config.generation.samples_per_prompt = asked["samples"]
 config.generation.max_new_tokens = asked["new_tokens"]
@@ -53,7 +60,8 @@ config.checkpoint.every = 0
 config.training.learning_rate = asked["learning_rate"]
 if asked["whole"]:
     config.training.microbatch_rows = asked["prompts_per_step"] * asked["samples"]
-config.kl.coefficient = asked["kl"]
+if asked["algorithm"] != "dpo":
+    config.kl.coefficient = asked["kl"]
 if asked["algorithm"] == "ppo":
     config.algorithm.name = "ppo"
     config.kl.update(place="reward", estimator="k1")
