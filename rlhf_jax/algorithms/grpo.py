@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -48,6 +49,12 @@ class GRPOOptions:
         "ppo",
         "of the policy, token by token: ppo, dual_clip, gspo, cispo, reinforce, or FILE.py:NAME",
         lambda config, key: LOSSES.require(config.algorithm.loss),
+    )
+    drop_ratio: float = option(
+        0.0,
+        "share of a step's prompts that are not trained on: those whose samples were drawn with the"
+        " most certainty, as 0.3 (ESRL)",
+        require_share,
     )
 
 
@@ -128,6 +135,9 @@ def advantages(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, f
     The metric is, where log-probs are scored, the KL of a response to the reference, in nats. A KL
     penalty in the reward leaves none for the loss.
     """
+    metrics = {}
+    if config.algorithm.drop_ratio:
+        batch, metrics = without_confident(batch, config)
     columns = batch.columns
     settings = advantage_config(config)
     mask, estimated, returns, kl = jax.device_get(
@@ -147,8 +157,28 @@ def advantages(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, f
         found["returns"] = returns
     if settings.kl_in_reward:
         found["kl_weight"] = np.zeros((), np.float32)
-    metrics = {} if kl is None else {"kl/response": float(kl)}
+    metrics |= {} if kl is None else {"kl/response": float(kl)}
     return dataclasses.replace(batch, mask=mask).with_columns(**found), metrics
+
+
+def without_confident(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, float]]:
+    """Mask out the samples of the prompts that the policy is most certain of, and measure that.
+
+    ESRL (Wang et al. 2024) drops prompts by the mean of the largest probability of each step. Here
+    it is the probability of the token that was drawn, which generation has in any case: our design.
+    """
+    drawn = np.asarray(batch.columns["sampled_logprobs"])
+    mask = np.asarray(batch.mask)
+    certainty = np.where(mask, np.exp(drawn), 0.0).sum(axis=1) / np.maximum(mask.sum(axis=1), 1)
+    by_prompt = certainty.reshape(-1, config.generation.samples_per_prompt).mean(axis=1)
+    dropped = math.floor(config.algorithm.drop_ratio * len(by_prompt))
+    kept = np.ones(len(by_prompt), bool)
+    kept[np.argsort(-by_prompt, kind="stable")[:dropped]] = False
+    mask = mask & np.repeat(kept, config.generation.samples_per_prompt)[:, None]
+    return dataclasses.replace(batch, mask=mask), {
+        "confidence/mean": float(by_prompt.mean()),
+        "confidence/kept": float(by_prompt[kept].mean()) if kept.any() else 0.0,
+    }
 
 
 def scores(config: Config) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import pytest
 import tiny_run
 
 from rlhf_jax import trainer
-from rlhf_jax.algorithms import online_dpo, raft
+from rlhf_jax.algorithms import grpo, online_dpo, raft
 from rlhf_jax.config import command_line, default
 from rlhf_jax.config.earlier import settled
 from rlhf_jax.sequences.batch import Sequences
@@ -97,6 +97,18 @@ def test_raft_keeps_the_best_of_each_prompt():
     assert found.mask.any(axis=1).tolist() == [False, True, False, False, False, False]
     assert metrics["best/reward"] == 2.0
     assert metrics["best/kl"] == pytest.approx(np.log(3) - 2 / 3)
+
+
+def test_the_prompts_of_most_certainty_are_left_out():
+    batch = batch_of(*range(8))
+    probabilities = np.repeat([0.9, 0.2, 0.5, 0.7], 2)
+    drawn = np.broadcast_to(np.log(probabilities)[:, None], batch.mask.shape).astype(np.float32)
+    batch = batch.with_columns(sampled_logprobs=np.where(batch.mask, drawn, 0.0).astype(np.float32))
+    config = config_of("grpo", 2, drop_ratio=0.5)
+    found, metrics = grpo.without_confident(batch, config)
+    assert found.mask.any(axis=1).tolist() == [False, False, True, True, True, True, False, False]
+    assert metrics["confidence/mean"] == pytest.approx(0.575)
+    assert metrics["confidence/kept"] == pytest.approx(0.35)
 
 
 @pytest.mark.parametrize(
