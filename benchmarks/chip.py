@@ -124,8 +124,8 @@ def reached_shares(
     run = calls.run("generation")
     reads = run.weights(model, role="generation") + run.rows(estimate.decode_state(run))
     return {
-        "training": gradient.foreseen.flops / run_seconds(gradient) / chip["flops"],
-        "inference": scores.foreseen.flops / run_seconds(scores) / chip["flops"],
+        "training": gradient.predicted.flops / run_seconds(gradient) / chip["flops"],
+        "inference": scores.predicted.flops / run_seconds(scores) / chip["flops"],
         "decoding": reads / decoding / chip["memory_bandwidth"],
     }
 

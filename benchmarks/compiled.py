@@ -84,7 +84,7 @@ def measure(asked: argparse.Namespace) -> Iterator[dict]:
     for chip, name, kernel in itertools.product(asked.chips, asked.shapes, kernels.PROBLEMS):
         for how, program in programs(kernel, SHAPES[name], asked.rows, asked.nodes, one(chip)):
             case = {"what": kernel, "how": how, "shape": name, "topology": EVERY[chip]}
-            yield case | said(program) | where | versions(chip)
+            yield case | figures(program) | where | versions(chip)
     for chip in asked.chips if asked.layers else ():
         for how, chosen in contenders(one(chip)):
             size = (asked.rows, asked.nodes)
@@ -95,7 +95,7 @@ def measure(asked: argparse.Namespace) -> Iterator[dict]:
                 deep, shallow = (compile_to_machine_code(each)[0] for each in (program, fewer))
                 counts = launched(deep).counts - launched(shallow).counts
                 case |= {"of_a_layer": dict(counts)}
-            yield case | {"topology": EIGHT[chip]} | said(program) | where | versions(chip)
+            yield case | {"topology": EIGHT[chip]} | figures(program) | where | versions(chip)
 
 
 def versions(chip: str) -> dict[str, str]:
@@ -112,7 +112,7 @@ def contenders(place: SingleDeviceSharding) -> list[tuple[str, Kernels]]:
     ]
 
 
-def said(lowered: Any) -> dict[str, Any]:
+def figures(lowered: Any) -> dict[str, Any]:
     """The compiler's own figures of one device, or why there are none, such as too little
     memory.
     """

@@ -183,7 +183,7 @@ def _idle_round(
     emission = Emission(
         tokens=path,
         logprobs=jnp.zeros(path.shape, jnp.float32),
-        support=None,
+        top_k_ids=None,
         count=count,
         accepted=jnp.minimum(accepted, count),
         path=path,

@@ -10,8 +10,8 @@ drawn from a table of percentiles (`--lengths`); prompts have its mean. Without 
 tables are those of benchmarks/tables. All policies but `plain` take the draft length of each
 round that is best for the rows then live. Our policy is the planner that runs for real,
 `rlhf_jax.generation.reallocation`, which knows the lengths (`oracle`), the true lengths times
-log-normal noise of that sigma as an earlier roll-out would tell them (`noisy:0.5`), the lengths of siblings that
-ended (`siblings`, 8 of a prompt), or just the lengths of the stage before and each sample's length
+log-normal noise of that sigma, as an earlier roll-out would give them (`noisy:0.5`), the lengths of
+siblings that ended (`siblings`, 8 of a prompt), or only those of the stage before and of samples
 so far (`none`). What noise or siblings are worth it learns in the stage before, in which noise was
 `--wrong`; with `--first` there is no stage before. `packing` is what could be had with all known
 from the start. The host's time for each decision is charged, `--free-decisions` leaves it out.

@@ -58,7 +58,7 @@ def case(devices: str, config: Config, lag: int, varied: bool = True) -> dict[st
         "left_out": list(searched.left_out),
         "gap": round(searched.gap, 6),
         "cpu_seconds": round(seconds, 1),
-        "gains": gains(told_steps(searched)),
+        "gains": gains(predicted_steps(searched)),
         "found": found.plan.table(),
         "gigabytes": round(found.gigabytes, 1),
     }
@@ -70,7 +70,7 @@ def case(devices: str, config: Config, lag: int, varied: bool = True) -> dict[st
     return told
 
 
-def told_steps(searched: Searched) -> dict[str, float]:
+def predicted_steps(searched: Searched) -> dict[str, float]:
     """Return the seconds of a step of each plan that fits."""
     return {plan.name: plan.step for plan in searched.plans if plan.fits}
 

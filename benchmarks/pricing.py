@@ -89,9 +89,9 @@ def measure(
     each.
     """
     one_a_call = {Call(rows, *figures(strategy), 0): strategy for strategy in strategies}
-    lacking = [strategy for call, strategy in one_a_call.items() if call not in table]
-    drafting = [strategy for strategy in lacking if strategy.drafter == "model"]
-    turns = (*lacking, *UNFED, drafting[0]) if drafting else tuple(lacking)
+    missing = [strategy for call, strategy in one_a_call.items() if call not in table]
+    drafting = [strategy for strategy in missing if strategy.drafter == "model"]
+    turns = (*missing, *UNFED, drafting[0]) if drafting else tuple(missing)
     forced = Forced(turns * ROUNDS, rows, spare=(TRIES - 1) * ROUNDS * len(turns))
     while forced.turns:
         speculative_round(forced)

@@ -79,24 +79,24 @@ def choose(
     names = {}
     reasons = {}
     for kernel, how in wanted.items():
-        lacking = _lacking(kernel, device, itemsize, models)
+        missing = _missing(kernel, device, itemsize, models)
         timed = measured.table().get((kernel, device.device_kind))
         name = "reference"
         if how in ("reference", "interpret"):
             name = how
             why = "asked for"
         elif how == "pallas":
-            if lacking:
+            if missing:
                 raise ValueError(
-                    f"kernels.{kernel} is 'pallas', but {lacking}; choose 'auto' or 'reference'."
+                    f"kernels.{kernel} is 'pallas', but {missing}; choose 'auto' or 'reference'."
                 )
             name = device.platform
             why = "asked for"
         elif device.platform == "cpu" and kernel == ON_CPU:
             name = "cpu"
             why = "of a long cache it reads the blocks that hold tokens"
-        elif lacking:
-            why = lacking
+        elif missing:
+            why = missing
         elif timed is None:
             why = f"the kernel has not been timed on {device.device_kind}; 'pallas' asks for it"
         else:
@@ -116,7 +116,7 @@ def names_on(kernel: str, platform: str) -> set[str]:
     return {"reference", "interpret", *own}
 
 
-def _lacking(kernel: str, device: Device, itemsize: int, models: Sequence[Shape]) -> str | None:
+def _missing(kernel: str, device: Device, itemsize: int, models: Sequence[Shape]) -> str | None:
     """Say why a device has no such kernel for these models, or None where it has."""
     if device.platform not in PLATFORMS:
         return f"there is no kernel of its own for a {device.platform}"

@@ -57,18 +57,20 @@ def _evaluate_policy(
     text depend on the drafts (`AcceptanceRule`), the noise is new. Samples that a measure failed on
     are left out of its mean, and counted.
     """
-    asked = run.evaluation
+    evaluation = run.evaluation
     settings = run.generation
-    assert asked is not None and settings is not None, "The policy generates for held-out prompts."
+    assert evaluation is not None and settings is not None, (
+        "The policy generates for held-out prompts."
+    )
     before = remembered(state.host).evaluation
     models = decoding_models(state.models, run.frozen, settings.layout)
     wanted = requests(
-        asked.prompts.tokens,
-        asked.samples_per_prompt,
+        evaluation.prompts.tokens,
+        evaluation.samples_per_prompt,
         settings.max_new_tokens,
         first_id=0,
         history=before.history,
-        rule=asked.decoding.rule,
+        rule=evaluation.decoding.rule,
     )
     selector = copy.deepcopy(before.selector)
     record = StageRecord()
@@ -80,21 +82,21 @@ def _evaluate_policy(
     samples = generate_samples(
         models,
         wanted,
-        asked.decoding,
+        evaluation.decoding,
         settings,
         assignment_policy_of(settings, before.lengths, "evaluation"),
         selector=selector,
         observe=arrived,
     )
     counts = sum(by_group(record.counts, GenerationCounts(), settings), GenerationCounts())
-    selector = end_stage(selector, models[1], samples, asked.decoding, settings)
+    selector = end_stage(selector, models[1], samples, evaluation.decoding, settings)
     evaluated = samples, RolloutStats(counts, selector)
 
-    rows = np.repeat(np.arange(len(asked.prompts)), asked.samples_per_prompt)
-    responses = responses_of(samples, asked.prompts, rows, asked.tokenizer)
-    scores = {name: measure(responses) for name, measure in asked.measures.items()}
+    rows = np.repeat(np.arange(len(evaluation.prompts)), evaluation.samples_per_prompt)
+    responses = responses_of(samples, evaluation.prompts, rows, evaluation.tokenizer)
+    scores = {name: measure(responses) for name, measure in evaluation.measures.items()}
     means = _means(scores)
-    ends = [asked.decoding.ended_itself(sample.tokens) for sample in samples]
+    ends = [evaluation.decoding.ended_itself(sample.tokens) for sample in samples]
     means["eval/finished"] = float(np.mean(ends))
     means["eval/distinct_pairs"] = distinct_pairs([one.response for one in responses])
     means["eval/generation/tokens_per_round"] = counts.metrics(0.0)["generation/tokens_per_round"]

@@ -63,11 +63,11 @@ def learn_from(drawn: Drawn, state: RunState, run: Run, observe: Observer) -> Le
     metrics = drawn.metrics | changes_of_place(state, run)
     measures = state.host.stage_times is None and not run.config.deterministic
     with CallWatch() as watch:
-        hear = functools.partial(_hear, watch, observe, measures and distributed.count() == 1)
+        record = functools.partial(_record, watch, observe, measures and distributed.count() == 1)
         with timed("inference", metrics, observe):
             models = run.scoring.models_of(state.models, run.frozen)
-            heard = functools.partial(hear, "inference")
-            scored, padding = score(drawn.batch, models, run.scoring, drawn.scored, heard)
+            progress = functools.partial(record, "inference")
+            scored, padding = score(drawn.batch, models, run.scoring, drawn.scored, progress)
             batch, measured = prepare(scored, state.host.kl_coefficient, run.config, drawn.behind)
             metrics |= measured | {"inference/padding": padding}
         if drawn.check:
@@ -76,8 +76,8 @@ def learn_from(drawn: Drawn, state: RunState, run: Run, observe: Observer) -> Le
         times = state.host.stage_times
         if run.learners:
             with timed("training", metrics, observe):
-                heard = functools.partial(hear, "training")
-                models, losses, times = _update(batch, state, run, measures, heard)
+                progress = functools.partial(record, "training")
+                models, losses, times = _update(batch, state, run, measures, progress)
                 metrics |= losses
         spans = watch.spans(run.lanes.of)
     if run.distillation:
@@ -89,7 +89,11 @@ def learn_from(drawn: Drawn, state: RunState, run: Run, observe: Observer) -> Le
 
 
 def _update(
-    batch: Sequences, state: RunState, run: Run, measures: bool, heard: Callable[[PhaseParts], None]
+    batch: Sequences,
+    state: RunState,
+    run: Run,
+    measures: bool,
+    progress: Callable[[PhaseParts], None],
 ) -> tuple[Models, dict[str, float], Mapping[str, StageTimes] | None]:
     """Train what learns, after stages of pipelines were measured where that is due."""
     times = state.host.stage_times
@@ -100,14 +104,16 @@ def _update(
         batch,
         run.learners,
         step=state.step,
-        observe=heard,
+        observe=progress,
         skipped=state.host.skipped,
         stage_times=times,
     )
     return models, losses, times
 
 
-def _hear(watch: CallWatch, observe: Observer, tasks: bool, phase: str, parts: PhaseParts) -> None:
+def _record(
+    watch: CallWatch, observe: Observer, tasks: bool, phase: str, parts: PhaseParts
+) -> None:
     """Follow the parts of a phase, and pass them on."""
     watch.follow(parts, tasks=tasks)
     observe(phase, parts)

@@ -38,8 +38,8 @@ from rlhf_jax.runtime.mirror import folder_of, mirrored
 from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.session import Session, preview
 from rlhf_jax.setup.describe import print_setup
-from rlhf_jax.setup.opened import Opened, date_of_run
-from rlhf_jax.setup.opened import prepare as prepare_run
+from rlhf_jax.setup.run_spec import RunSpec, date_of_run
+from rlhf_jax.setup.run_spec import prepare as prepare_run
 from rlhf_jax.state import RunState, remembered
 from rlhf_jax.training.learn import compile_update
 from rlhf_jax.training.prepare import prepare
@@ -79,16 +79,16 @@ def train(
     config = copy.deepcopy(config)
     if reward is not None:
         config.reward.functions = (callers.offer(reward, reward_id),)
-    state, opened = do_run(config, callbacks, prompts)
-    told = distributed.run_on_leader(lambda: warnings(read_run(opened.workdir)))
-    return Result(state, metrics.read_rows(opened.workdir, "metrics"), opened.workdir, told)
+    state, spec = do_run(config, callbacks, prompts)
+    found_warnings = distributed.run_on_leader(lambda: warnings(read_run(spec.workdir)))
+    return Result(state, metrics.read_rows(spec.workdir, "metrics"), spec.workdir, found_warnings)
 
 
 def do_run(
     config: Config,
     callbacks: Sequence[Callback] = (),
     prompts: Sequence[str | dict[str, Any]] | None = None,
-) -> tuple[RunState, Opened]:
+) -> tuple[RunState, RunSpec]:
     """Do the run from its beginning, or from its last checkpoint, to its end.
 
     prompts: as in `train`.
@@ -97,8 +97,8 @@ def do_run(
     with mirrored(config.workdir):
         if prompts is not None:
             config.data.train = str(_keep_prompts(config, prompts))
-        opened = _open(config)
-        with Session(opened, callbacks) as session:
+        spec = _open(config)
+        with Session(spec, callbacks) as session:
             state = session.restore() or session.begin()
             run = session.start(state)
             if state.step < config.steps:
@@ -113,9 +113,9 @@ def do_run(
                 session.log(report, state, time.perf_counter() - began)
             session.save(state)
             state = measure_if_due(state, run, session, last=True)
-        export(state, run, opened)
+        export(state, run, spec)
     distributed.run_on_leader(lambda: console.where_time_went(session.seconds()))
-    return state, opened
+    return state, spec
 
 
 def plan(config: Config) -> None:
@@ -125,11 +125,11 @@ def plan(config: Config) -> None:
     so.
     """
     from rlhf_jax.planner.describe import print_plan
-    from rlhf_jax.planner.planned import hardware_of, lacking, plan_run
+    from rlhf_jax.planner.planned import hardware_of, missing_inputs, plan_run
 
     config = copy.deepcopy(config)
     configure_jax(config.deterministic, config.compilation_cache)
-    if lacks := lacking(config):
+    if lacks := missing_inputs(config):
         print(f"A plan from shapes alone, as {lacks}.")
         planned = plan_run(config, hardware_of(config))
         print_plan(config, planned)
@@ -140,26 +140,26 @@ def plan(config: Config) -> None:
             memory_parts.check(planned.parts, planned.hardware.gigabytes * memory_parts.GIGA)
         print("Only the memory was checked, which a run checks with all else; nothing was written.")
         return
-    opened = _open(config)
-    found = preview(opened)
+    spec = _open(config)
+    found = preview(spec)
     if distributed.leads():
         checked = "config, models, prompts, rewards, devices, memory and workdir"
         print(f"Checked as a run would be: {checked}; {found}, and nothing was written.")
 
 
-def _open(config: Config) -> Opened:
+def _open(config: Config) -> RunSpec:
     """Open and check all that a config names, on the day that its run has, and print it."""
     config.data.date = distributed.run_on_leader(lambda: date_of_run(config))
-    opened = distributed.run_on_all(lambda: prepare_run(config))
-    parts = list(opened.layouts.values())
-    layout = training_layout(opened.layouts)
+    spec = distributed.run_on_all(lambda: prepare_run(config))
+    parts = list(spec.layouts.values())
+    layout = training_layout(spec.layouts)
     if layout.role == "pipelined":
         copies = layout.split("data")
         parts += [stage for copy in copies for stage in copy.split()]
     if any(len(part.owners) < distributed.count() for part in parts):
         distributed.divide()
-    distributed.run_on_all(lambda: print_setup(opened))
-    return opened
+    distributed.run_on_all(lambda: print_setup(spec))
+    return spec
 
 
 def _keep_prompts(config: Config, prompts: Sequence[str | dict[str, Any]]) -> pathlib.Path:
@@ -239,49 +239,49 @@ def measure_if_due(state: RunState, run: Run, session: Session, last: bool = Fal
     due = last or state.step % max(1, run.config.evaluation.every) == 0
 
     def stands() -> bool:  # by this process, or by one that took the last step
-        rows = metrics.read_rows(session.opened.workdir, "evaluations")
+        rows = metrics.read_rows(session.spec.workdir, "evaluations")
         return bool(rows) and rows[-1]["step"] == state.step
 
-    asked = run.evaluation or run.held_out
-    if asked is None or not due or (last and distributed.run_on_leader(stands)):
+    evaluation = run.evaluation or run.held_out
+    if evaluation is None or not due or (last and distributed.run_on_leader(stands)):
         return state
-    best = _best_so_far(run, session.opened)
+    best = _best_so_far(run, session.spec)
     state, report = evaluate(state, run, session.observe)
     session.log_evaluation(report, state.step)
     measured = report.means.get(run.config.checkpoint.best, -math.inf)
     if state.step and measured > best:
-        write_model(session.opened, "best", state.models["policy"].weights)
+        write_model(session.spec, "best", state.models["policy"].weights)
     return state
 
 
-def _best_so_far(run: Run, opened: Opened) -> float:
+def _best_so_far(run: Run, spec: RunSpec) -> float:
     """Return the highest value of the measure whose best policy is kept; -inf without any."""
     key = run.config.checkpoint.best
 
     def find() -> float:
-        rows = metrics.read_rows(opened.workdir, "evaluations") if key else []
+        rows = metrics.read_rows(spec.workdir, "evaluations") if key else []
         return max((row[key] for row in rows if key in row), default=-math.inf)
 
     return distributed.run_on_leader(find)
 
 
-def write_model(opened: Opened, name: str, model: Model) -> None:
+def write_model(spec: RunSpec, name: str, model: Model) -> None:
     """Write a model into a folder of the workdir, as Hugging Face's."""
     whole = to_host.to_leader(model) if distributed.started() else model
-    source = opened.critic if model.config.scalar_head else opened.policy
+    source = spec.critic if model.config.scalar_head else spec.policy
     save = functools.partial(
         huggingface.save,
-        opened.workdir / name,
+        spec.workdir / name,
         whole,
-        opened.policy.tokenizer,
-        opened.policy.stop_tokens,
+        spec.policy.tokenizer,
+        spec.policy.stop_tokens,
         jnp.float32,
         source.repeated,
     )
     distributed.run_on_leader(save)
 
 
-def export(state: RunState, run: Run, opened: Opened) -> None:
+def export(state: RunState, run: Run, spec: RunSpec) -> None:
     """Write what was trained as folders, and say what has changed."""
     # A critic beside a policy that learns has done its work; else critics are what a run is for.
     roles = ["policy"] if "policy" in run.learners else run.learners
@@ -290,17 +290,17 @@ def export(state: RunState, run: Run, opened: Opened) -> None:
         policy = state.models["policy"].weights
         trained["drafter"] = completed(state.models["drafter"].weights, policy)
     for name, model in trained.items():
-        write_model(opened, name, model)
+        write_model(spec, name, model)
 
     def print_summary() -> None:
         from rlhf_jax.report.page import write_report
         from rlhf_jax.report.run import read_run
         from rlhf_jax.report.warnings import warnings
 
-        write_report(opened.workdir)
-        if opened.held_out:
-            console.compare(*metrics.before_and_after(opened.workdir))
-        console.warn(warnings(read_run(opened.workdir)))
+        write_report(spec.workdir)
+        if spec.held_out:
+            console.compare(*metrics.before_and_after(spec.workdir))
+        console.warn(warnings(read_run(spec.workdir)))
         workdir = run.config.workdir.rstrip("/")
         folders = [f"the trained {name} is in {workdir}/{name}" for name in trained]
         print(f"T{' and '.join(folders)[1:]}, and what happened in {workdir}/report.html.")

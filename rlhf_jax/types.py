@@ -163,7 +163,7 @@ class Emission:
 
     tokens: Array  # [B, K+1] int32
     logprobs: Array  # [B, K+1] float32, under the distribution that was sampled from.
-    support: Array | None  # [B, K+1, top_k] int32, the sampled sets under top-k.
+    top_k_ids: Array | None  # [B, K+1, top_k] int32, the sampled sets under top-k.
     count: Array  # [B] int32, how many entries are real; 0 for a row that was done.
     accepted: Array  # [B] int32, how many drafted tokens were accepted.
     path: Array  # [B, N+1] int32, the node at each depth of the accepted path; the last repeats.

@@ -17,8 +17,8 @@ from tiny_run import ROOT, lines
 from rlhf_jax import iteration
 from rlhf_jax.config import default
 from rlhf_jax.models.files.source import open_source
-from rlhf_jax.setup import opened
-from rlhf_jax.setup.opened import _open_dated
+from rlhf_jax.setup import run_spec
+from rlhf_jax.setup.run_spec import _open_dated
 
 DATED = "Today: {{ strftime_now('%d %b %Y %X') }} " + tiny_run.TEMPLATE
 YESTERDAY = datetime.date(2026, 3, 1)
@@ -46,7 +46,7 @@ def clock(monkeypatch):
     def show(day: datetime.date) -> None:
         read = datetime.date.fromisoformat
         shown = types.SimpleNamespace(today=lambda: day, fromisoformat=read)
-        monkeypatch.setattr(opened, "datetime", types.SimpleNamespace(date=shown))
+        monkeypatch.setattr(run_spec, "datetime", types.SimpleNamespace(date=shown))
 
     return show
 

@@ -14,8 +14,8 @@ import tiny_run
 from rlhf_jax.config import default
 from rlhf_jax.generation import drafting
 from rlhf_jax.generation.speculative import protocol
-from rlhf_jax.runtime.extensions import Table, is_of_file
-from rlhf_jax.setup.opened import register_own
+from rlhf_jax.runtime.extensions import Registry, is_of_file
+from rlhf_jax.setup.run_spec import register_own
 
 OWN = """
 import dataclasses
@@ -232,7 +232,9 @@ def test_a_drafter_of_a_file_is_registered_once_however_many_runs_name_it(tmp_pa
 
 def test_a_table_reads_a_file_once_it_is_asked_for(tmp_path):
     (tmp_path / "a.py").write_text("one = 1\n")
-    table: Table[int] = Table("key", lambda found: "" if found == 1 else "is not one", {"two": 2})
+    table: Registry[int] = Registry(
+        "key", lambda found: "" if found == 1 else "is not one", {"two": 2}
+    )
     assert table["two"] == 2 and is_of_file("a.py:one") and not is_of_file("a:one")
     assert table[f"{tmp_path}/a.py:one"] == 1 == float(jnp.ones(()))
     with pytest.raises(KeyError):

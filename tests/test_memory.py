@@ -332,7 +332,7 @@ def test_a_host_holds_all_its_devices_and_the_texts(config, monkeypatch):
     ):
         host.check(config, [(6, [part])], held_out=0, on_cpu=True)
     host.check(config, [(6, [part])], held_out=0)
-    reference = dataclasses.replace(part, name="reference", remedy=memory_parts.SPLIT_OR_ASIDE)
+    reference = dataclasses.replace(part, name="reference", hint=memory_parts.SPLIT_OR_OFFLOAD)
     host.check(config, [(6, [reference])], held_out=0)
     config.mesh.idle_on_host = True
     with pytest.raises(

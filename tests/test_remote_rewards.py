@@ -103,7 +103,7 @@ def test_a_server_is_asked_as_its_answers_say(name, served, monkeypatch):
 
     monkeypatch.setattr(remote.asyncio, "sleep", sleep)
     Server.script[:] = script
-    asked = remote.ask(f"{served}/reward", {"a": 1}, {"X-Key": "secret"}, 3)
+    asked = remote.post_json(f"{served}/reward", {"a": 1}, {"X-Key": "secret"}, 3)
     if isinstance(right, str):
         with pytest.raises(ValueError) as caught:
             asyncio.run(asked)
@@ -122,7 +122,7 @@ def repr_of(asked):
 def test_a_server_that_is_not_there_is_a_failure(monkeypatch):
     monkeypatch.setattr(remote, "FIRST_PAUSE", 0.0)
     with pytest.raises(ValueError, match="could not be asked"):
-        asyncio.run(remote.ask("http://127.0.0.1:9/none", {}, {}, 1))
+        asyncio.run(remote.post_json("http://127.0.0.1:9/none", {}, {}, 1))
 
 
 # An answer of a judge, and the grade that a reader finds in it; None where nobody can tell.

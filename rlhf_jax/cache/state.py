@@ -9,7 +9,7 @@ from flax import struct
 
 from rlhf_jax.cache.cache import KVCache, is_cache, pick_rows, write_rows
 from rlhf_jax.cache.contiguous import ContiguousCache
-from rlhf_jax.runtime.extensions import Table
+from rlhf_jax.runtime.extensions import Registry
 from rlhf_jax.types import Array
 
 
@@ -19,7 +19,9 @@ def _no_kind(found: object) -> str:
 
 
 # Kinds of cache, by the name that a layout has.
-CACHE_KINDS: Table[type[KVCache]] = Table("Layout.cache", _no_kind, {"contiguous": ContiguousCache})
+CACHE_KINDS: Registry[type[KVCache]] = Registry(
+    "Layout.cache", _no_kind, {"contiguous": ContiguousCache}
+)
 
 
 @struct.dataclass

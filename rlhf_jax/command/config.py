@@ -51,9 +51,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--algorithm", default="grpo", help="whose options are keys, too: a name, or FILE.py:NAME"
     )
-    asked = parser.parse_args(argv[1:])
-    pattern = asked.pattern
-    known = keys(asked.algorithm)
+    options = parser.parse_args(argv[1:])
+    pattern = options.pattern
+    known = keys(options.algorithm)
     found = [key for key in known if fnmatch.fnmatch(key.name, pattern)]
     found = found or [key for key in known if pattern in key.name]
     for key in found:

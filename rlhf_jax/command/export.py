@@ -42,12 +42,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights"
     )
-    asked = parser.parse_args(argv[1:])
-    name = "drafter" if asked.drafter else "policy"
-    if is_remote(asked.workdir) and asked.out is None:
-        raise ValueError(f"{asked.workdir} is a URL: say where to write by --out FOLDER.")
-    workdir = fetched(asked.workdir, checkpoints=True)
-    out = export(workdir, asked.step, asked.out, name, asked.dtype)
+    options = parser.parse_args(argv[1:])
+    name = "drafter" if options.drafter else "policy"
+    if is_remote(options.workdir) and options.out is None:
+        raise ValueError(f"{options.workdir} is a URL: say where to write by --out FOLDER.")
+    workdir = fetched(options.workdir, checkpoints=True)
+    out = export(workdir, options.step, options.out, name, options.dtype)
     print(f"The {name} is in {out}.")
     return 0
 

@@ -44,25 +44,25 @@ def main(argv: list[str]) -> int:
 
     Of a search, whether the plan that it found does.
     """
-    asked, rest = _parser(argv[0]).parse_known_args(argv[1:])
+    options, rest = _parser(argv[0]).parse_known_args(argv[1:])
     if not jax.config.values["jax_platforms"]:
         jax.config.update("jax_platforms", "cpu")  # no device is asked, and none is taken
-    hardware = _hardware(asked)
-    lengths = read_percentiles(asked.lengths) if asked.lengths else None
+    hardware = _hardware(options)
+    lengths = read_percentiles(options.lengths) if options.lengths else None
     config = command_line.read([argv[0], *rest])
     planned = plan_run(config, hardware)
-    searched = search_plans(config, planned, asked.lag) if asked.search else None
-    if searched and asked.out and searched.plans[-1].fits:
+    searched = search_plans(config, planned, options.lag) if options.search else None
+    if searched and options.out and searched.plans[-1].fits:
         found = searched.plans[-1]
-        out = Path(asked.out)
+        out = Path(options.out)
         write_atomically(out, found.plan.text().encode())
         picture = timeline_svg(found, str(planned.hardware))
         write_atomically(out.with_suffix(".svg"), picture.encode())
     chosen = searched.plans[-1] if searched else planned
     run = planned._replace(plan=chosen.plan, remat=chosen.remat)
     ahead = copy.deepcopy(config)
-    ahead.training.lag = max(asked.lag, config.training.lag)
-    verified = verify_plan(ahead, run, _say) if asked.verify else None
+    ahead.training.lag = max(options.lag, config.training.lag)
+    verified = verify_plan(ahead, run, _print_progress) if options.verify else None
     more = [] if lengths is None else rows_of_worth(config, run, lengths)
     print_plan(config, planned, more)
     if searched:
@@ -114,23 +114,23 @@ def _parser(name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _hardware(asked: argparse.Namespace) -> Hardware:
+def _hardware(options: argparse.Namespace) -> Hardware:
     """Return the devices that are asked about; ValueError where arguments do not go together."""
-    hardware = parse_hardware(asked.devices)
-    if asked.chip:
-        hardware = hardware.measured(Path(asked.chip))
-    if asked.network is not None:
-        hardware = hardware.with_network(asked.network)
-    if asked.verify:
+    hardware = parse_hardware(options.devices)
+    if options.chip:
+        hardware = hardware.measured(Path(options.chip))
+    if options.network is not None:
+        hardware = hardware.with_network(options.network)
+    if options.verify:
         topology_devices(hardware)
-    if asked.out and not (asked.search and asked.out.endswith(".json")):
-        raise ValueError(f"--out {asked.out} is for what --search finds, in a file NAME.json.")
-    if asked.out and not Path(asked.out).absolute().parent.is_dir():
-        raise ValueError(f"--out {asked.out} is in a folder that is not there: make it first.")
-    if asked.lag and not asked.search:
+    if options.out and not (options.search and options.out.endswith(".json")):
+        raise ValueError(f"--out {options.out} is for what --search finds, in a file NAME.json.")
+    if options.out and not Path(options.out).absolute().parent.is_dir():
+        raise ValueError(f"--out {options.out} is in a folder that is not there: make it first.")
+    if options.lag and not options.search:
         raise ValueError("--lag 1 is for what is searched; add --search.")
     return hardware
 
 
-def _say(line: str) -> None:
+def _print_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

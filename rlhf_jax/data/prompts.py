@@ -115,9 +115,11 @@ def _encode(
     ]
     found: dict[int, list[int]] = {}
     if rendered:
-        asked = [chats[index] for index in rendered]
+        rendered_chats = [chats[index] for index in rendered]
         try:
-            ids = tokenizer.encode_chats(asked, add_generation_prompt=True, **template_arguments)
+            ids = tokenizer.encode_chats(
+                rendered_chats, add_generation_prompt=True, **template_arguments
+            )
         except RenderingError as error:
             raise ValueError(f"Prompt {rendered[error.index] + 1}: {error}") from error
         found = dict(zip(rendered, ids, strict=True))

@@ -62,8 +62,8 @@ class Renderer:
         with self._lock:
             for start in range(0, len(conversations), AT_ONE_TIME):
                 part = conversations[start : start + AT_ONE_TIME]
-                asked = [_line([dict(message) for message in one]) for one in part]
-                self._ask(given + b"".join(asked), texts, len(texts) + len(part))
+                lines = [_line([dict(message) for message in one]) for one in part]
+                self._ask(given + b"".join(lines), texts, len(texts) + len(part))
         return texts
 
     def _ask(self, lines: bytes, texts: list[str], count: int) -> None:

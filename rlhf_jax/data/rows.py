@@ -137,10 +137,10 @@ def _read_dataset(place: str, configuration: str, split: str) -> Iterator[Unread
             name = str(folder) if folder.exists() else place
             found = datasets.load_dataset(name, configuration or None, split=split)
     except Exception as error:  # of the package, the network or a file
-        told = " ".join(str(error).split())[:200].rstrip(".")
+        message = " ".join(str(error).split())[:200].rstrip(".")
         raise ValueError(
             f"The data set {place} cannot be read, split {split!r}"
-            f" ({type(error).__name__}: {told})."
+            f" ({type(error).__name__}: {message})."
         ) from error
     for number, row in enumerate(found, start=1):
         yield f"Row {number} of {place}", functools.partial(dict, row)

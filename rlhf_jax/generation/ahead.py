@@ -31,7 +31,7 @@ class SamplesAhead:
         Spans are left out: they belong to the step in which the samples were drawn.
         """
         samples = self.samples
-        top_k = [support for one in samples for support in one.support]
+        top_k = [top_k_ids for one in samples for top_k_ids in one.top_k_ids]
         return {
             "rows": np.array(self.rows, np.int64),
             "drawn_at": self.drawn_at,
@@ -53,8 +53,8 @@ def restore_samples(
     ends = np.cumsum(document["lengths"])[:-1]
     tokens = iter(np.split(np.asarray(document["tokens"], np.int32), ends))
     logprobs = iter(np.split(np.asarray(document["logprobs"], np.float32), ends))
-    support = document["support"]
-    supports = iter([] if support is None else np.split(np.asarray(support, np.int32), ends))
+    top_k_ids = document["support"]
+    supports = iter([] if top_k_ids is None else np.split(np.asarray(top_k_ids, np.int32), ends))
     samples = []
     for row, own in zip(rows.tolist(), ids.tolist(), strict=True):
         request = Request(prompts.tokens[row], tuple(own), max_new_tokens)
@@ -65,7 +65,7 @@ def restore_samples(
                 [],
                 tokens=next(tokens).tolist(),
                 logprobs=next(logprobs).tolist(),
-                support=list(next(supports, ())),
+                top_k_ids=list(next(supports, ())),
                 done=True,
             )
             for sample_id in own

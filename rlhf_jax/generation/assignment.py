@@ -112,7 +112,7 @@ def begin_assignment(
         if not reallocates:
             slices[turn % len(slices)].queue.extend(begun)
 
-    asked = [request for request in requests if reallocates and request.sample_ids]
+    movable = [request for request in requests if reallocates and request.sample_ids]
     common = length_model.survival(policy.lengths.lengths)
     state = AssignmentState(
         own_slices={batch.number: batch for batch in slices},
@@ -121,12 +121,12 @@ def begin_assignment(
         unassigned=list(samples) if reallocates else [],
         policy=policy,
         run=run,
-        survival=np.tile(common, (len(asked), 1)),
-        survival_of={request.id: place for place, request in enumerate(asked)},
+        survival=np.tile(common, (len(movable), 1)),
+        survival_of={request.id: place for place, request in enumerate(movable)},
         running={},
-        ended={request.id: [] for request in asked},
+        ended={request.id: [] for request in movable},
     )
-    _forecast(state, [request for request in asked if request.history])
+    _forecast(state, [request for request in movable if request.history])
     return state
 
 

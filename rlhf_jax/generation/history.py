@@ -146,7 +146,7 @@ def requests(
     if rule.depends_on_drafts:
         first_id = max(first_id, history.unused_id)
         repeated = 0
-    asked = []
+    requests_ = []
     used = set() if used is None else used
     for index, prompt in enumerate(prompts):
         texts = history.of(prompt)
@@ -156,7 +156,7 @@ def requests(
         first = first_id + index * samples_per_prompt
         fresh = range(first + len(again), first + samples_per_prompt)
         ids = (*again, *fresh)
-        asked.append(
+        requests_.append(
             Request(
                 prompt,
                 ids,
@@ -166,4 +166,4 @@ def requests(
                 others=history.of_others(prompt),
             )
         )
-    return asked
+    return requests_

@@ -66,7 +66,7 @@ class RowHandOver(HandOver):
     rounds: int
     accepted: int
     confidence: dict[str, int]
-    support: list[np.ndarray]
+    top_k_ids: list[np.ndarray]
     slots: int  # token slots of the row that travels
 
 
@@ -207,10 +207,10 @@ class PlanCoordinator:
 
     def _take(self, sample: Sample, source: int, target: int, word: str) -> None:
         batch = self.stage.own_slices[target]
-        said = self._slice_group.decide_together(lambda: wait_for(self._name, word, HandOver))
-        if isinstance(said, StillQueued):
+        handed = self._slice_group.decide_together(lambda: wait_for(self._name, word, HandOver))
+        if isinstance(handed, StillQueued):
             batch.queue.append(sample)
-        elif isinstance(said, RowHandOver):
+        elif isinstance(handed, RowHandOver):
 
             def promise() -> None:
                 """Say that the sample is awaited: from then on both take part in the exchange."""
@@ -219,10 +219,10 @@ class PlanCoordinator:
 
             self._slice_group.decide_together(promise)
             for name in MOVED:
-                setattr(sample, name, getattr(said, name))
+                setattr(sample, name, getattr(handed, name))
             resize(batch, len(batch.samples) + 1, self.stage.run.decoding)
             blank = row_transfer.pack_rows(
-                batch.state, np.zeros(1, np.int32), said.slots, layout=batch.layout
+                batch.state, np.zeros(1, np.int32), handed.slots, layout=batch.layout
             )
             join(batch, sample, self._pass(blank, batch, source, target))
 

@@ -85,7 +85,7 @@ def _compile_admission(
     prefix = compile_only(row_verbs.prefill, *models, *placed, layout=layout)
     admission = row_verbs.Admission(**row_verbs.no_admission(state, scheduler.ADMITTED))
     compile_only(row_verbs.admit, state, prefix, admission, layout=layout)
-    _compile_remembering(state, layout)
+    _compile_write_history(state, layout)
 
 
 def _of_rows(state: DecodeState, rows: int, layout: Layout) -> DecodeState:
@@ -97,14 +97,14 @@ def _of_rows(state: DecodeState, rows: int, layout: Layout) -> DecodeState:
 def _compile_shrinking(state: DecodeState, rows: int, layout: Layout) -> None:
     """Compile what keeps so many rows of a state, and what they then remember."""
     kept = np.arange(rows, dtype=np.int32)
-    _compile_remembering(row_verbs.resize(state, kept, layout, compile_only), layout)
+    _compile_write_history(row_verbs.resize(state, kept, layout, compile_only), layout)
 
 
-def _compile_remembering(state: DecodeState, layout: Layout) -> None:
+def _compile_write_history(state: DecodeState, layout: Layout) -> None:
     """Compile what lets rows read texts that have ended, where they read any."""
     if state.history.size:
-        told = row_verbs.no_admission(state, scheduler.ADMITTED)
-        given = (state.history, told["row"], told["history"])
+        admission = row_verbs.no_admission(state, scheduler.ADMITTED)
+        given = (state.history, admission["row"], admission["history"])
         compile_only(row_verbs.overwrite, *given, layout=layout)
 
 

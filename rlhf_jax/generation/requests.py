@@ -158,7 +158,9 @@ class Sample:
     texts: list[np.ndarray]
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
-    support: list[np.ndarray] = dataclasses.field(default_factory=list)  # [top_k] each, under top-k
+    top_k_ids: list[np.ndarray] = dataclasses.field(
+        default_factory=list
+    )  # [top_k] each, under top-k
     # class of each drafter at its last look
     confidence: dict[str, int] = dataclasses.field(default_factory=dict)
     unfed: int = 0  # tokens since the draft model last drafted for it
@@ -224,8 +226,8 @@ def as_sequences(samples: Sequence[Sample], slots: int) -> Sequences:
     prompts = (sample.prompt.tobytes() for sample in samples)
     group = np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], np.int32)
     columns: dict[str, Array] = {"sampled_logprobs": logprobs, "sample_ids": ids}
-    if samples and samples[0].support:
-        width = len(samples[0].support[0])
+    if samples and samples[0].top_k_ids:
+        width = len(samples[0].top_k_ids[0])
         columns["top_k_ids"] = np.full((*shape, width), -1, np.int32)
     for row, sample in enumerate(samples):
         start = len(sample.prompt)
@@ -235,7 +237,7 @@ def as_sequences(samples: Sequence[Sample], slots: int) -> Sequences:
         mask[row, start:end] = True
         logprobs[row, start:end] = sample.logprobs
         if "top_k_ids" in columns:
-            columns["top_k_ids"][row, start:end] = sample.support
+            columns["top_k_ids"][row, start:end] = sample.top_k_ids
     return Sequences(tokens, mask, group).with_columns(**columns)
 
 

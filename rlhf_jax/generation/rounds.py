@@ -270,15 +270,15 @@ def _grow(sent: InFlightRound, results: Results, stop_strings: StopStrings | Non
             continue
         sample.tokens += tokens[row][:count]
         sample.logprobs += logprobs[row][:count]
-        if emission.support is not None:
-            sample.support += list(emission.support[row, :count].copy())
+        if emission.top_k_ids is not None:
+            sample.top_k_ids += list(emission.top_k_ids[row, :count].copy())
         sample.rounds += 1
         sample.accepted += accepted[row]
         sample.done = done[row]
         end = stop_strings and stop_strings.end(sample.tokens, count)
         if end is not None:
             sample.done = True
-            for found in (sample.tokens, sample.logprobs, sample.support):
+            for found in (sample.tokens, sample.logprobs, sample.top_k_ids):
                 del found[end:]
         sample.unfed = 0 if feeds_model else sample.unfed + count
         sample.confidence = {name: classes[row] for name, classes in confidence.items()}

@@ -161,7 +161,7 @@ def admit(
     return pin_rows(rows_in(state, admission.row, new), layout)
 
 
-def remember(
+def write_history(
     state: DecodeState, rows: Array, history: Array, layout: Layout = ONE_DEVICE
 ) -> DecodeState:
     """Replace the history [R, E] int32 of rows [R] int32; a row past the end is dropped.

@@ -361,7 +361,7 @@ def release_finished(
             for i, (place, sibling) in enumerate(siblings[start : start + ADMITTED]):
                 row[i] = place
                 history[i] = known_texts(sibling, batch.ended_texts, decoding.history)
-            batch.state = row_verbs.remember(batch.state, row, history, layout=batch.layout)
+            batch.state = row_verbs.write_history(batch.state, row, history, layout=batch.layout)
 
 
 def siblings(batch: SliceBatch, decoding: GenerationConfig) -> np.ndarray:

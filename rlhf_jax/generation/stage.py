@@ -100,7 +100,7 @@ class FinishedSample:
     sample_id: int
     tokens: np.ndarray  # [T] int32
     logprobs: np.ndarray  # [T] float32
-    support: np.ndarray | None  # [T, top_k] int32, under top-k
+    top_k_ids: np.ndarray | None  # [T, top_k] int32, under top-k
     rounds: int
     accepted: int
 
@@ -172,7 +172,7 @@ def _share_samples(
                 one.sample_id,
                 np.array(one.tokens, np.int32),
                 np.array(one.logprobs, np.float32),
-                support=np.array(one.support, np.int32) if one.support else None,
+                top_k_ids=np.array(one.top_k_ids, np.int32) if one.top_k_ids else None,
                 rounds=one.rounds,
                 accepted=one.accepted,
             )
@@ -188,7 +188,7 @@ def _share_samples(
             [],
             tokens=one.tokens.tolist(),
             logprobs=one.logprobs.tolist(),
-            support=[] if one.support is None else list(one.support),
+            top_k_ids=[] if one.top_k_ids is None else list(one.top_k_ids),
             rounds=one.rounds,
             accepted=one.accepted,
             done=True,

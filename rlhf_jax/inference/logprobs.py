@@ -28,7 +28,7 @@ def token_logprobs(
     *,
     temperature: float,
     mask: Array | None = None,
-    support: Array | None = None,
+    top_k_ids: Array | None = None,
     chunk: int = CHUNK,
     layout: Layout = ONE_DEVICE,
     remat: bool = False,
@@ -36,7 +36,7 @@ def token_logprobs(
     """Compute log p(tokens[b, t] | tokens[b, :t]) of softmax(logits / temperature): [B, T] float32.
 
     tokens [B, T] int32; in nats, 0 at t = 0. `mask` [B, T] bool names the tokens that are wanted;
-    the others are 0. `support` [B, T, k] int32 (token ids, -1 absent) renormalises the distribution
+    the others are 0. `top_k_ids` [B, T, k] int32 (-1 absent) renormalises the distribution
     at t over its ids; a position without any id is not restricted. ValueError for a temperature
     that is not above 0.
 
@@ -50,7 +50,7 @@ def token_logprobs(
         temperature=temperature,
         entropy=False,
         mask=mask,
-        support=support,
+        top_k_ids=top_k_ids,
         chunk=chunk,
         layout=layout,
         remat=remat,
@@ -64,7 +64,7 @@ def logprobs_and_entropy(
     temperature: float,
     entropy: bool,
     mask: Array | None = None,
-    support: Array | None = None,
+    top_k_ids: Array | None = None,
     chunk: int = CHUNK,
     layout: Layout = ONE_DEVICE,
     remat: bool = False,
@@ -84,7 +84,7 @@ def logprobs_and_entropy(
         hidden[:, :-1],
         tokens[:, 1:],
         wanted[:, 1:],
-        support=None if support is None else support[:, 1:],
+        top_k_ids=None if top_k_ids is None else top_k_ids[:, 1:],
         temperature=temperature,
         entropy=entropy,
         chunk=chunk,
@@ -100,7 +100,7 @@ def head_logprobs(
     tokens: Array,
     mask: Array,
     *,
-    support: Array | None,
+    top_k_ids: Array | None,
     temperature: float,
     entropy: bool,
     chunk: int,
@@ -116,7 +116,7 @@ def head_logprobs(
     if temperature <= 0:
         raise ValueError(f"Log-probabilities need a temperature above 0, not {temperature}.")
     kernel = token_logprobs_kernel(layout)
-    if kernel is not None and support is None:
+    if kernel is not None and top_k_ids is None:
         head = model.embed if model.head is None else model.head
         found = kernel(
             hidden.reshape(-1, hidden.shape[-1]),
@@ -130,7 +130,7 @@ def head_logprobs(
         return logprobs, entropies if entropy else None
 
     measure = functools.partial(_logprobs_of_block, temperature=temperature, entropy=entropy)
-    arrays = (hidden, tokens, mask, support)
+    arrays = (hidden, tokens, mask, top_k_ids)
     return map_tokens(measure, model, arrays, chunk, layout, head_dtype, wanted=mask)
 
 
@@ -139,7 +139,7 @@ def _logprobs_of_block(
     hidden: Array,
     tokens: Array,
     mask: Array,
-    support: Array | None,
+    top_k_ids: Array | None,
     *,
     temperature: float,
     entropy: bool,
@@ -147,25 +147,25 @@ def _logprobs_of_block(
     """Compute log-probabilities [C] and entropies (or None) of a block; 0 where masked out."""
     scores = logits(cast(head, hidden.dtype), hidden) / temperature
     chosen = jnp.take_along_axis(scores, tokens[..., None], axis=-1)[..., 0]
-    normaliser = _over_support(functools.partial(jax.nn.logsumexp, axis=-1), scores, support)
+    normaliser = _over_top_k(functools.partial(jax.nn.logsumexp, axis=-1), scores, top_k_ids)
     logprobs = jnp.where(mask, chosen - normaliser, 0.0)
     if not entropy:
         return logprobs, None
-    return logprobs, jnp.where(mask, _over_support(_entropy, scores, support), 0.0)
+    return logprobs, jnp.where(mask, _over_top_k(_entropy, scores, top_k_ids), 0.0)
 
 
-def _over_support(
-    statistic: Callable[[Array], jax.Array], scores: Array, support: Array | None
+def _over_top_k(
+    statistic: Callable[[Array], jax.Array], scores: Array, top_k_ids: Array | None
 ) -> jax.Array:
     """Compute a statistic of scores [C, V] over the vocabulary or its support: [C].
 
-    statistic: reduces the last axis. It is taken over the ids of `support` [C, k] where it has any.
+    statistic: reduces the last axis, over the ids of `top_k_ids` [C, k] where it has any.
     """
     whole = statistic(scores)
-    if support is None:
+    if top_k_ids is None:
         return whole
-    present = support >= 0
-    picked = jnp.take_along_axis(scores, jnp.maximum(support, 0), axis=-1)
+    present = top_k_ids >= 0
+    picked = jnp.take_along_axis(scores, jnp.maximum(top_k_ids, 0), axis=-1)
     restricted = statistic(jnp.where(present, picked, ABSENT))
     return jnp.where(present.any(axis=-1), restricted, whole)
 

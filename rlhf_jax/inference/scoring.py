@@ -124,7 +124,7 @@ def score_packed(
         hidden,
         batch.targets,
         batch.mask,
-        support=batch.columns.get("top_k_ids"),
+        top_k_ids=batch.columns.get("top_k_ids"),
         temperature=temperature,
         entropy=False,
         chunk=chunk,

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.losses import own
-from rlhf_jax.runtime.extensions import Table
+from rlhf_jax.runtime.extensions import Registry
 from rlhf_jax.types import Array
 
 __all__ = [
@@ -107,7 +107,7 @@ def _no_estimator(found: object) -> str:
     return own.refusal(advantages, jnp.float32, jnp.float32, jnp.bool_)
 
 
-ESTIMATORS: Table[Estimator] = Table("algorithm.estimator", _no_estimator)  # by name
+ESTIMATORS: Registry[Estimator] = Registry("algorithm.estimator", _no_estimator)  # by name
 
 
 def register(estimator: Estimator) -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from rlhf_jax.losses import own
 from rlhf_jax.losses.kl import bounded
-from rlhf_jax.runtime.extensions import Table
+from rlhf_jax.runtime.extensions import Registry
 from rlhf_jax.types import Array
 
 DUAL_CLIP = 3.0  # c of Ye et al. 2020, table 2
@@ -129,7 +129,7 @@ def _no_loss(found: object) -> str:
 
 
 # By the names that algorithm.loss may have.
-LOSSES: Table[PolicyLoss] = Table(
+LOSSES: Registry[PolicyLoss] = Registry(
     "algorithm.loss",
     _no_loss,
     {"ppo": ppo, "dual_clip": dual_clip, "gspo": gspo, "cispo": cispo, "reinforce": reinforce},

@@ -25,7 +25,7 @@ from rlhf_jax.memory.parts import (
     LESS_HISTORY,
     SHORTER_PROMPTS,
     SPLIT,
-    SPLIT_OR_ASIDE,
+    SPLIT_OR_OFFLOAD,
     SPLIT_TENSORS,
     Part,
     peak,
@@ -96,8 +96,8 @@ def device_memory(config: Config, device: Any) -> float | None:
 
     It is the less of `mesh.device_memory_gb` and of what the device itself says.
     """
-    said = (device.memory_stats() or {}).get("bytes_limit")
-    known = [size for size in (config.mesh.device_memory_gb * GIGA, said) if size]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    known = [size for size in (config.mesh.device_memory_gb * GIGA, limit) if size]
     return min(known, default=None)
 
 
@@ -107,10 +107,10 @@ def settle_remat(config: Config, without: list[Part], limit: float | None) -> tu
     without: the parts that there would be if it did not. limit: the bytes that a device may hold,
     None where nobody knows.
     """
-    asked = config.training.remat
+    setting = config.training.remat
     _, needed = peak(without)
-    if asked != "auto":
-        again = asked == "on"
+    if setting != "auto":
+        again = setting == "on"
         why = "training.remat asks for it"
     elif limit is None:
         again = True
@@ -161,7 +161,7 @@ def _always(run: PlannedRun) -> list[Part]:
     scorers = "inference" if config.mesh.idle_on_host else "always"
     return [
         *parts,
-        *(Part(name, scorers, size, SPLIT_OR_ASIDE) for name, size in frozen.items()),
+        *(Part(name, scorers, size, SPLIT_OR_OFFLOAD) for name, size in frozen.items()),
         Part("drafter", "always", drafter, SPLIT_TENSORS),
         Part("student and its optimizer", "always", student, SPLIT),
     ]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
 from rlhf_jax.memory import parts as memory_parts
-from rlhf_jax.memory.parts import NONE_ASIDE, SPLIT_OR_ASIDE, Part
+from rlhf_jax.memory.parts import NO_OFFLOAD, SPLIT_OR_OFFLOAD, Part
 from rlhf_jax.runtime.host_memory import host_memory
 
 TOKEN = 4  # bytes of a token's id
@@ -28,9 +28,9 @@ def check(
         for part in parts
     ]
     waiting = [
-        Part(f"{part.name}, waiting on the host", "always", part.bytes, NONE_ASIDE)
+        Part(f"{part.name}, waiting on the host", "always", part.bytes, NO_OFFLOAD)
         for part in held
-        if config.mesh.idle_on_host and part.remedy == SPLIT_OR_ASIDE
+        if config.mesh.idle_on_host and part.hint == SPLIT_OR_OFFLOAD
     ]
     own = held if on_cpu else []
     # Of what grows with the config: tokens of texts, at their longest. Earlier responses are not
@@ -43,7 +43,7 @@ def check(
         "samples of an evaluation": (evaluated * text, "lower evaluation.samples_per_prompt"),
     }
     texts = [
-        Part(f"{name}, on the host", "always", TOKEN * size, remedy)
-        for name, (size, remedy) in sizes.items()
+        Part(f"{name}, on the host", "always", TOKEN * size, hint)
+        for name, (size, hint) in sizes.items()
     ]
     memory_parts.check([*own, *waiting, *texts], host_memory(), "The host")

@@ -12,8 +12,8 @@ SMALL = 0.01  # parts below this share of the peak are not printed
 # What a user is told to change where a part is too large.
 SPLIT = "raise mesh.fsdp or mesh.slices"
 # of models which only score; with mesh.idle_on_host they wait in the host's memory
-SPLIT_OR_ASIDE = f"{SPLIT}, or set mesh.idle_on_host"
-NONE_ASIDE = "set mesh.idle_on_host to False"
+SPLIT_OR_OFFLOAD = f"{SPLIT}, or set mesh.idle_on_host"
+NO_OFFLOAD = "set mesh.idle_on_host to False"
 SPLIT_TENSORS = "raise mesh.tensor"
 FEWER_ROWS = "lower training.microbatch_rows or microbatch_tokens"
 FEWER_LIVE = "lower generation.max_rows or generation.max_new_tokens"
@@ -28,7 +28,7 @@ class Part:
     name: str
     stage: str  # one of STAGE_NAMES, or "always": from the first step to the last
     bytes: int
-    remedy: str  # what to change where it is too much
+    hint: str  # what to change where it is too much
 
 
 def total(parts: list[Part], stage: str) -> int:
@@ -51,7 +51,7 @@ def check(parts: list[Part], limit: float, holder: str = "A device") -> None:
     worst = max(held, key=lambda part: part.bytes)
     raise ValueError(
         f"{holder} needs {needed / GIGA:.1f} GB in {stage} and has {limit / GIGA:.1f} GB; the"
-        f" largest part is {worst.name} ({worst.bytes / GIGA:.1f} GB): {worst.remedy}."
+        f" largest part is {worst.name} ({worst.bytes / GIGA:.1f} GB): {worst.hint}."
     )
 
 

@@ -106,15 +106,15 @@ def _backward(kept: tuple, cotangent: Array) -> tuple[Array, Array, Array, None]
         mine, theirs = line.pairs[turn]
         scores, seen = _scores(query, key, line, mine, theirs)
         weights = jnp.where(seen, jnp.exp(scores - normaliser[mine]), 0.0)
-        pulled = cotangent[mine]
-        of_weights = _product("gqd,gkd->gqk", pulled, value[theirs])
+        block_cotangent = cotangent[mine]
+        of_weights = _product("gqd,gkd->gqk", block_cotangent, value[theirs])
         of_scores = weights * (of_weights - balance[mine]) * query.shape[-1] ** -0.5
         of_scores = of_scores.astype(query.dtype)
         weights = weights.astype(query.dtype)
         return (
             of_query.at[mine].add(_product("gqk,gkd->gqd", of_scores, key[theirs])),
             of_key.at[theirs].add(_product("gqk,gqd->gkd", of_scores, query[mine])),
-            of_value.at[theirs].add(_product("gqk,gqd->gkd", weights, pulled)),
+            of_value.at[theirs].add(_product("gqk,gqd->gkd", weights, block_cotangent)),
         )
 
     zeros = [jnp.zeros(part.shape, jnp.float32) for part in (query, key, value)]

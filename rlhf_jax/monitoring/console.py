@@ -101,7 +101,7 @@ class Progress:
         if due and not self._console.is_terminal:
             self._next_line = now + PHASE_SECONDS
             counter = self._counter(min(self._done + 1, self._total))
-            self.say(f"{counter}  {self._phase}  {self._told()}")
+            self.say(f"{counter}  {self._phase}  {self._status()}")
 
     def finish(
         self, metrics: Mapping[str, float], compiling: float = 0.0, beside: float = 0.0
@@ -139,15 +139,15 @@ class Progress:
         """Write which step of how many it is."""
         return f"{step}/{self._total}".rjust(self._counter_width)
 
-    def _told(self) -> str:
+    def _status(self) -> str:
         """Say how many parts of the phase are done, its numbers, and which program compiles."""
         numbers = self._live_numbers.items()
-        said = [f"{value:.4g} {name.replace('_', ' ')}" for name, value in numbers]
+        words = [f"{value:.4g} {name.replace('_', ' ')}" for name, value in numbers]
         if self._parts is not None and self._parts.of > 1:
-            said.insert(0, f"{self._parts.done} of {self._parts.of}")
+            words.insert(0, f"{self._parts.done} of {self._parts.of}")
         if program := self._program():
-            said.append(program if self._phase == "compiling" else f"compiling {program}")
-        return "  ".join(filter(None, said))
+            words.append(program if self._phase == "compiling" else f"compiling {program}")
+        return "  ".join(filter(None, words))
 
     def _left(self) -> str:
         """Write the time left, by the median of recent steps.
@@ -177,7 +177,7 @@ class Progress:
         seconds = time.monotonic() - self._phase_start
         self._spinner.update(text=Text(f"{self._phase} {seconds:.0f} s"))
         phase = Table.grid(padding=(0, 2))
-        phase.add_row(self._spinner, Text(self._told(), "dim"))
+        phase.add_row(self._spinner, Text(self._status(), "dim"))
         return Group("", bar, phase)
 
 

@@ -35,9 +35,9 @@ def most_memory() -> dict[str, float]:
     """
     unit = 1 if sys.platform == "darwin" else 1024  # bytes of what the system counts in
     found = {"memory/host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9}
-    told = jax.local_devices()[0].memory_stats() or {}
-    if "peak_bytes_in_use" in told:
-        found["memory/device"] = told["peak_bytes_in_use"] / 1e9
+    statistics = jax.local_devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in statistics:
+        found["memory/device"] = statistics["peak_bytes_in_use"] / 1e9
     return found
 
 
@@ -45,10 +45,10 @@ def _commit() -> str:
     """Return the commit of the clone that the package lies in; '' where it lies in none."""
     if not (PACKAGE.parent / ".git").exists():
         return ""
-    asked = ["git", "-C", str(PACKAGE), "describe", "--always", "--dirty"]
+    command = ["git", "-C", str(PACKAGE), "describe", "--always", "--dirty"]
     try:
         # Words of our own, and the git that the user's PATH names.
-        said = subprocess.run(asked, capture_output=True, text=True, timeout=5)  # noqa: S603
-        return said.stdout.strip()
+        result = subprocess.run(command, capture_output=True, text=True, timeout=5)  # noqa: S603
+        return result.stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""

@@ -292,8 +292,8 @@ def _text_event(tag: str, step: int, samples: Sequence[Mapping[str, Any]]) -> Ev
     from tensorboardX.summary import text
 
     def cell(value: object) -> str:
-        said = f"{value:.4g}" if isinstance(value, float) else str(value)
-        return " ".join(said.split()).replace("|", "\\|")
+        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+        return " ".join(shown.split()).replace("|", "\\|")
 
     heading = [SAMPLE_COLUMNS, ("---",) * len(SAMPLE_COLUMNS)]
     rows = [[cell(row.get(name)) for name in SAMPLE_COLUMNS] for row in spread(samples)]

@@ -45,9 +45,9 @@ class PhaseParts:
 
     of: int  # parts in all
     handed: list[jax.Array] = dataclasses.field(default_factory=list)
-    heard: Callable[[CallPart, jax.Array], None] = lambda part, result: None
+    record: Callable[[CallPart, jax.Array], None] = lambda part, result: None
     # tasks of pipelines, one by one; None: they need not be told
-    heard_task: Callable[[PipelineTask, jax.Array], None] | None = None
+    record_task: Callable[[PipelineTask, jax.Array], None] | None = None
 
     @property
     def done(self) -> int:
@@ -61,7 +61,7 @@ class PhaseParts:
         mask = np.asarray(batch.mask)
         # Segments count from 0 in each shard; to sort them would hold up what is dispatched next.
         rows = int((np.where(mask, batch.segment_ids, -1).max(axis=1, initial=-1) + 1).sum())
-        self.heard(CallPart(call, began, rows, tokens=int(mask.sum())), result)
+        self.record(CallPart(call, began, rows, tokens=int(mask.sum())), result)
 
 
 class CallWatch:
@@ -86,15 +86,15 @@ class CallWatch:
 
         To hear of tasks takes memory, as results are held until they are there.
         """
-        phase.heard = self.hear
-        phase.heard_task = self.hear_task if tasks else None
+        phase.record = self.record
+        phase.record_task = self.record_task if tasks else None
 
-    def hear(self, part: CallPart, result: jax.Array) -> None:
+    def record(self, part: CallPart, result: jax.Array) -> None:
         """Wait for a part; those of one call are finished in the order they were handed."""
         if end := self._wait(part.call, result):
             self._ends.append((part, end))
 
-    def hear_task(self, task: PipelineTask, result: jax.Array) -> None:
+    def record_task(self, task: PipelineTask, result: jax.Array) -> None:
         """Wait for a task of a pipeline; those of a slice are finished in the order of handing."""
         if end := self._wait(f"slice {task.slice}", result):
             self._tasks.append((task, self._last.get(task.after), end))
@@ -119,11 +119,11 @@ class CallWatch:
         """
         found = []
         ends: dict[int, float] = {}
-        told = {task.call for task, *_ in self._tasks}
+        with_tasks = {task.call for task, *_ in self._tasks}
         for part, end in self._ends:
             kind = part.call.rpartition("_")[2]
             work = (part.began, end.result(), part.rows, part.call, part.tokens)
-            own = () if part.call in told else lanes(part.call)
+            own = () if part.call in with_tasks else lanes(part.call)
             found += [Span(lane, kind, *work) for lane in own]
         for task, ready, end in self._tasks:
             lane = lanes(task.call)[task.slice]

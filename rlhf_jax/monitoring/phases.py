@@ -51,14 +51,14 @@ class PhaseClock:
         self._lock = threading.Lock()
 
     def __enter__(self) -> PhaseClock:
-        jax.monitoring.register_event_duration_secs_listener(self._hear)
-        jax.monitoring.register_scalar_listener(self._hear_begin)
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+        jax.monitoring.register_scalar_listener(self._on_begin)
         self._annotation.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        jax.monitoring.unregister_event_duration_listener(self._hear)
-        jax.monitoring.unregister_scalar_listener(self._hear_begin)
+        jax.monitoring.unregister_event_duration_listener(self._on_event)
+        jax.monitoring.unregister_scalar_listener(self._on_begin)
         self._annotation.__exit__(None, None, None)
 
     def enter(self, phase: str) -> None:
@@ -93,16 +93,16 @@ class PhaseClock:
         """Return the name of a program that compiles now, '' where none does."""
         return next(reversed(list(self._programs.values())), "")
 
-    def _hear_begin(self, event: str, value: float | int, **told: Any) -> None:
+    def _on_begin(self, event: str, value: float | int, **details: Any) -> None:
         if event == COMPILATION:
             with self._lock:
                 self._count_compiling(time.perf_counter())
                 # of jit(update) it is update; one that failed here never told its end
-                name = re.sub(r"^jit\((.*)\)$", r"\1", str(told.get("fun_name", "a program")))
+                name = re.sub(r"^jit\((.*)\)$", r"\1", str(details.get("fun_name", "a program")))
                 plain = name.strip("_").replace("_", " ")
                 self._programs[threading.get_ident()] = PROGRAMS.get(name, plain)
 
-    def _hear(self, event: str, duration_secs: float, **told: Any) -> None:
+    def _on_event(self, event: str, duration_secs: float, **details: Any) -> None:
         if event == COMPILATION:
             with self._lock:
                 self._count_compiling(time.perf_counter())

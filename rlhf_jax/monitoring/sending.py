@@ -123,10 +123,10 @@ class _SinkThread(threading.Thread):
                     self._note()
             sink.close()
         except Exception as error:  # a tracker's code may raise anything
-            told = " ".join(str(error).split())
+            message = " ".join(str(error).split())
             self._say(
-                f"Sink {self._sink_name} failed ({type(error).__name__}: {told}) and hears no more"
-                f" of this run; start it again to send the rest, from step {self._next} on."
+                f"Sink {self._sink_name} failed ({type(error).__name__}: {message}) and gets no"
+                f" more of this run; start it again to send the rest, from step {self._next} on."
             )
 
     def _note(self) -> None:

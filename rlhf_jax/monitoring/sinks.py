@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from rlhf_jax.monitoring.metrics import SAMPLE_COLUMNS
-from rlhf_jax.runtime.extensions import Table
+from rlhf_jax.runtime.extensions import Registry
 from rlhf_jax.runtime.foreign import SURROGATE
 
 PROJECT = "rlhf_jax"  # under which runs stand where the environment names no project
@@ -108,7 +108,7 @@ class Wandb:
     def write_samples(self, step: int, name: str, samples: Sequence[Mapping[str, Any]]) -> None:
         """Log samples as a table, with the step that is written next."""
         rows = [[sample.get(column) for column in SAMPLE_COLUMNS] for sample in samples]
-        table = importlib.import_module("wandb").Table(columns=[*SAMPLE_COLUMNS], data=rows)
+        table = importlib.import_module("wandb").Registry(columns=[*SAMPLE_COLUMNS], data=rows)
         self._run.log({name: table}, step=step, commit=False)
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -192,11 +192,11 @@ class Trackio:
 
 def _no_sink(found: object) -> str:
     """Say why an object of a file is none."""
-    lacking = [name for name in ("write", "close") if not hasattr(found, name)]
-    return f"is no sink: it has no {lacking[0]}" if lacking else ""
+    missing = [name for name in ("write", "close") if not hasattr(found, name)]
+    return f"is no sink: it has no {missing[0]}" if missing else ""
 
 
-SINKS: Table[Callable[[TrackedRun], Sink]] = Table(
+SINKS: Registry[Callable[[TrackedRun], Sink]] = Registry(
     "sinks", _no_sink, {"wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio}
 )
 

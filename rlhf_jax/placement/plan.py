@@ -135,8 +135,8 @@ class Plan:
             axes = [f"{axis} {size}" for axis, size in placed.shape.items() if size > 1]
             where = f"{placed.first}..{placed.first + placed.count - 1}"
             axes += ["pipelined"] if placed.pipelined else []
-            said = ", ".join([*axes, placed.dtype] if several else axes) or "whole"
-            lines.append(f"{call:20}{where:>9}  {said}")
+            sharding = ", ".join([*axes, placed.dtype] if several else axes) or "whole"
+            lines.append(f"{call:20}{where:>9}  {sharding}")
         return lines
 
     def text(self) -> str:
@@ -278,9 +278,9 @@ def _require_names(
         _require(path, known, f"has {name!r:.40}{where}, which no plan has")
 
 
-def _require(path: Path, holds: bool, said: str) -> None:
+def _require(path: Path, holds: bool, violation: str) -> None:
     if not holds:
-        raise ValueError(f"plan: {path} {said}.")
+        raise ValueError(f"plan: {path} {violation}.")
 
 
 def _is_count(value: Any) -> bool:

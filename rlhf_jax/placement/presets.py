@@ -34,8 +34,8 @@ def plan_of(
     ValueError or FileNotFoundError in one sentence where the plan, or the mesh, does not fit the
     devices.
     """
-    asked = config.mesh
-    shape = sizes(asked.data, asked.fsdp, asked.tensor, num_devices, asked.slices)
+    mesh = config.mesh
+    shape = sizes(mesh.data, mesh.fsdp, mesh.tensor, num_devices, mesh.slices)
     base = dataclasses.replace(default or Placement(0, 1), first=0, count=num_devices, **shape)
     calls = derived.calls(config)
     if not config.plan:

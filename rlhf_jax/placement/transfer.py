@@ -22,9 +22,15 @@ from jax.typing import DTypeLike
 from rlhf_jax.mesh import Layout, on_slice
 from rlhf_jax.models.families.family import END_WEIGHTS
 from rlhf_jax.models.shardings import model_shardings, pin_weights
-from rlhf_jax.placement.leg import Leg, Placing
-from rlhf_jax.placement.program import LegProgram, copy_over, leg_programs, run_legs, send_across
-from rlhf_jax.placement.route import BytesMoved, Route, find_route, traffic
+from rlhf_jax.placement.program import (
+    ReshardProgram,
+    copy_over,
+    reshard_programs,
+    run_steps,
+    send_across,
+)
+from rlhf_jax.placement.reshard_path import BytesMoved, ReshardPath, find_path, traffic
+from rlhf_jax.placement.reshard_step import Placing, ReshardStep
 from rlhf_jax.types import Layer, Model
 
 # Kinds of memory, by JAX's names: where models wait, and where they work.
@@ -124,15 +130,15 @@ def move(tree: T, places: Any, dtype: DTypeLike | None = None, index: int | None
     if index is None and _lies(tree, places, dtype):
         return tree
     ends = jax.tree.leaves(places)
-    routes = _routes(tree if index is None else _one_layer(tree), ends)
+    paths = _paths(tree if index is None else _one_layer(tree), ends)
     leaves, treedef = jax.tree.flatten(tree)
-    firsts = [route.first for route in routes]
-    moved = run_legs([(leaf,) for leaf in leaves], firsts, dtype=dtype, index=number)
-    moved = send_across(moved, routes)
-    return jax.tree.unflatten(treedef, copy_over(moved, routes, ends))
+    firsts = [path.first for path in paths]
+    moved = run_steps([(leaf,) for leaf in leaves], firsts, dtype=dtype, index=number)
+    moved = send_across(moved, paths)
+    return jax.tree.unflatten(treedef, copy_over(moved, paths, ends))
 
 
-def put_aside(model: T) -> T:
+def offload(model: T) -> T:
     """Return a model in pinned memory of the hosts of its devices, split as it was."""
     return jax.tree.map(lambda leaf: _moved(leaf, _ASIDE), model)
 
@@ -150,7 +156,9 @@ def fetched(model: T) -> T:
     return jax.tree.map(bring, model)
 
 
-def layer_programs(layers: Layer, layout: Layout, devices: Sequence[Any]) -> Iterator[LegProgram]:
+def layer_programs(
+    layers: Layer, layout: Layout, devices: Sequence[Any]
+) -> Iterator[ReshardProgram]:
     """Yield the programs that bring a layer of stacked shapes to a layout, in its dtype.
 
     devices: all that take part; they need not be here. What lies on other devices is recut on
@@ -163,7 +171,7 @@ def layer_programs(layers: Layer, layout: Layout, devices: Sequence[Any]) -> Ite
     yield from _move_programs(one, places, devices, layout.dtype, given=layers)
 
 
-def ends_programs(ends: Model, layout: Layout, devices: Sequence[Any]) -> Iterator[LegProgram]:
+def ends_programs(ends: Model, layout: Layout, devices: Sequence[Any]) -> Iterator[ReshardProgram]:
     """Yield the programs that bring shapes of a model without layers to a layout, leaf by leaf."""
     places = jax.tree.leaves(model_shardings(ends, layout))
     for leaf, place in zip(jax.tree.leaves(ends), places, strict=True):
@@ -176,28 +184,28 @@ def _move_programs(
     devices: Sequence[Any],
     cast: jnp.dtype,
     given: Any = None,
-) -> Iterator[LegProgram]:
+) -> Iterator[ReshardProgram]:
     """Yield the programs that `move` runs on shapes; given: of stacked layers, all of them."""
-    routes = _routes(tree, places)
+    paths = _paths(tree, places)
     index = None if given is None else jax.ShapeDtypeStruct((), jnp.int32)
     leaves = [(leaf,) for leaf in jax.tree.leaves(tree if given is None else given)]
-    firsts = [one.first for one in routes]
-    yield from leg_programs(leaves, firsts, devices, cast, index)
-    arriving = [route for route in routes if route.second is not None]
+    firsts = [one.first for one in paths]
+    yield from reshard_programs(leaves, firsts, devices, cast, index)
+    arriving = [path for path in paths if path.second is not None]
     pieces = []
-    legs = []
-    for route in arriving:
-        leg = typed(Leg, route.second)
-        piece = jax.ShapeDtypeStruct((len(leg.devices), *leg.part_shape()), cast)
-        pieces.append((piece,) * len(route.crossing[0]))
-        legs.append(leg)
-    yield from leg_programs(pieces, legs, devices)
+    steps = []
+    for path in arriving:
+        step = typed(ReshardStep, path.second)
+        piece = jax.ShapeDtypeStruct((len(step.devices), *step.part_shape()), cast)
+        pieces.append((piece,) * len(path.crossing[0]))
+        steps.append(step)
+    yield from reshard_programs(pieces, steps, devices)
 
 
-def _routes(tree: Any, places: Sequence[Sharding]) -> list[Route]:
+def _paths(tree: Any, places: Sequence[Sharding]) -> list[ReshardPath]:
     """Return the way of each leaf of a tree of arrays or shapes to its place."""
     return [
-        find_route(leaf.shape, _placing(leaf.sharding, leaf.ndim), _placing(place, leaf.ndim))
+        find_path(leaf.shape, _placing(leaf.sharding, leaf.ndim), _placing(place, leaf.ndim))
         for leaf, place in zip(jax.tree.leaves(tree), places, strict=True)
     ]
 

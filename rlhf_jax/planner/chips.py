@@ -124,9 +124,9 @@ def read_chip(path: Path, known: Chip | None) -> Chip:
         efficiency = (known.efficiency if known else ASSUMED)._replace(**shares)
         if known is not None:
             return known._replace(**plain, efficiency=efficiency)
-        lacking = [name for name in Chip._fields[:5] if name not in plain]
-        if lacking:
-            raise ValueError(f"{path} lacks {', '.join(lacking)}; measure them.")
+        missing = [name for name in Chip._fields[:5] if name not in plain]
+        if missing:
+            raise ValueError(f"{path} lacks {', '.join(missing)}; measure them.")
         return Chip(**plain, efficiency=efficiency)
 
 

@@ -66,8 +66,8 @@ def gain_of(searched: Searched) -> str:
     if not usable:
         return proved
     best = min(usable, key=lambda plan: plan.step)
-    said = f"{best.step / found.step:.2f} times as fast as {best.name}; {proved}"
-    return f"{said}: drawing ahead does not pay" if best.step < found.step else said
+    gain = f"{best.step / found.step:.2f} times as fast as {best.name}; {proved}"
+    return f"{gain}: drawing ahead does not pay" if best.step < found.step else gain
 
 
 def training_lines(compared: TrainingComparison) -> list[str]:
@@ -136,16 +136,16 @@ def why_not(plan: PricedPlan, found: PricedPlan) -> str:
         return "as fast"
     if more < 0:
         return f"{-more:.2f} s shorter"
-    said = f"{more:.2f} s longer"
+    reason = f"{more:.2f} s longer"
     if plan.lag < found.lag:
-        said += ", as all else waits for generation"
+        reason += ", as all else waits for generation"
     extra = [one - other for one, other in zip(plan.stages, found.stages, strict=True)]
     stage = memory_parts.STAGE_NAMES[extra.index(max(extra))]
     if max(extra) <= 0:
-        return said
+        return reason
     calls = [call for call in plan.calls if call.endswith(stage)]
     longer = {call: plan.calls[call] - found.calls[call] for call in calls}
     call = max(longer, key=lambda name: longer[name])
     if longer[call] <= 0:
-        return f"{said}; calls of {stage} share devices, and wait for each other"
-    return f"{said}; {call} takes {plan.calls[call]:.2f} s, not {found.calls[call]:.2f} s"
+        return f"{reason}; calls of {stage} share devices, and wait for each other"
+    return f"{reason}; {call} takes {plan.calls[call]:.2f} s, not {found.calls[call]:.2f} s"

@@ -27,7 +27,7 @@ from rlhf_jax.memory.sizes import PlannedRun, row_share
 from rlhf_jax.mesh import FLOAT32
 from rlhf_jax.placement.transfer import layer_programs
 from rlhf_jax.planner import shapes
-from rlhf_jax.planner.placed_calls import CallProgram, Foreseen, PlacedCalls
+from rlhf_jax.planner.placed_calls import CallProgram, PlacedCalls, Predicted
 from rlhf_jax.planner.search.collectives import received_bytes
 from rlhf_jax.planner.search.costs import forward_flops
 from rlhf_jax.runtime.compilation import Execute
@@ -40,12 +40,12 @@ COMPILED_LAYERS = (2, 3)
 # the fourth, and 1.2 MB in the fifth.
 PREFILL_LAYERS = (3, 4)
 # Parts of generation that no round is given.
-BESIDE_ROUNDS = ("models that score beside it", "student, for generation", "prefilled prompts")
+RESIDENT_IN_ROUNDS = ("models that score beside it", "student, for generation", "prefilled prompts")
 # And what is given to no prefill, to no draft cache that catches up, and to no drafts.
 CACHES = ("key-value cache of the policy", "key-value cache of the drafter", "earlier responses")
-BESIDE_PREFILL = (BESIDE_ROUNDS[0], *CACHES)
-BESIDE_CATCHING_UP = (BESIDE_ROUNDS[0], BESIDE_ROUNDS[2], "policy, for generation")
-BESIDE_DRAFTS = (*BESIDE_CATCHING_UP, CACHES[0], CACHES[2])
+RESIDENT_IN_PREFILL = (RESIDENT_IN_ROUNDS[0], *CACHES)
+RESIDENT_IN_CATCH_UP = (RESIDENT_IN_ROUNDS[0], RESIDENT_IN_ROUNDS[2], "policy, for generation")
+BESIDE_DRAFTS = (*RESIDENT_IN_CATCH_UP, CACHES[0], CACHES[2])
 
 
 def arrivals(calls: PlacedCalls) -> Iterator[CallProgram]:
@@ -64,8 +64,8 @@ def arrivals(calls: PlacedCalls) -> Iterator[CallProgram]:
             "generation",
             "a layer comes" if leaves else "a layer is recut",
             lambda execute, _, program=program: program.run(execute),
-            Foreseen(program.device_bytes(itemsize), received=program.received_bytes(itemsize)),
-            beside=always + coming * (not (leaves and apart)) - leaves * program.arguments,
+            Predicted(program.device_bytes(itemsize), received=program.received_bytes(itemsize)),
+            resident=always + coming * (not (leaves and apart)) - leaves * program.arguments,
             depth=model.num_layers,
         )
 
@@ -96,12 +96,12 @@ def prefill(calls: PlacedCalls) -> CallProgram:
         "generation",
         "prefill",
         functools.partial(run_prefill, calls, rows, width),
-        Foreseen(
+        Predicted(
             held + prompts + work,
             sum(forward_flops(model, rows, width, predicted=0) for model in models),
             sent,
         ),
-        beside=calls.always("generation", BESIDE_PREFILL, but="drafter") + unread,
+        resident=calls.always("generation", RESIDENT_IN_PREFILL, but="drafter") + unread,
         depth=calls.models.policy.num_layers,
         compiled_layers=PREFILL_LAYERS,
     )
@@ -170,23 +170,23 @@ def drafts(calls: PlacedCalls) -> Iterator[CallProgram]:
     yield program(
         "catching up",
         functools.partial(run_drafter, calls, strategy, MODEL.catch_up),
-        foreseen=Foreseen(
+        predicted=Predicted(
             headless(run, drafter) + run.rows(state),
             rows * CATCH_UP_TOKENS * (of_token - head),
             CATCH_UP_TOKENS * sent,
         ),
-        beside=calls.always("generation", BESIDE_CATCHING_UP, but="drafter"),
+        resident=calls.always("generation", RESIDENT_IN_CATCH_UP, but="drafter"),
     )
     # a token before the root is fed, too
     yield program(
         f"drafts of {len(strategy.parents) + 1} nodes",
         functools.partial(run_drafter, calls, strategy, MODEL.propose),
-        foreseen=Foreseen(
+        predicted=Predicted(
             held + 2 * logits,
             rows * ((fed + 1) * of_token - head),
             (fed + 1) * sent + fed * drawing_bytes(run, rows),
         ),
-        beside=calls.always("generation", BESIDE_DRAFTS, but="drafter"),
+        resident=calls.always("generation", BESIDE_DRAFTS, but="drafter"),
     )
 
 
@@ -223,7 +223,7 @@ def rounds(calls: PlacedCalls) -> Iterator[CallProgram]:
     candidates = drafting.strategies(calls.config)
     state = run.rows(estimate.decode_state(run))
     weights = run.weights(calls.models.policy, role="generation")
-    beside = calls.always("generation", BESIDE_ROUNDS)
+    resident = calls.always("generation", RESIDENT_IN_ROUNDS)
     counts = candidates.nodes.tolist()
     for nodes in dict.fromkeys((min(counts), estimate.most_nodes(calls.config, run.layout))):
         work = estimate.round_bytes(run, estimate.decode_state(run), nodes)
@@ -232,8 +232,8 @@ def rounds(calls: PlacedCalls) -> Iterator[CallProgram]:
             "generation",
             f"round of {nodes} node{'s' * (nodes > 1)}",
             functools.partial(run_nodes, calls, candidates.strategies[counts.index(nodes)]),
-            Foreseen(weights + state + work, flops, sent),
-            beside=beside,
+            Predicted(weights + state + work, flops, sent),
+            resident=resident,
             depth=calls.models.policy.num_layers,
             compiled_layers=COMPILED_LAYERS,
         )

@@ -19,7 +19,7 @@ from rlhf_jax.memory.updates import KEPT, activation_bytes, largest_work
 from rlhf_jax.mesh import FLOAT32, bytes_per_device
 from rlhf_jax.placement.transfer import ends_programs
 from rlhf_jax.planner import shapes
-from rlhf_jax.planner.placed_calls import CallProgram, Foreseen, PlacedCalls
+from rlhf_jax.planner.placed_calls import CallProgram, PlacedCalls, Predicted
 from rlhf_jax.planner.search.collectives import received_bytes
 from rlhf_jax.planner.search.costs import Work
 from rlhf_jax.planner.search.pipelines import StageWorks, stage_works
@@ -76,9 +76,9 @@ class StageProgram:
     def backward(self, execute: Execute, _: int) -> object:
         """Run the gradient of a later micro-batch: the sum so far is there."""
         given = None if self.stage.reads_tokens else self.hidden
-        pulled = None if self.stage.loss else self.hidden
+        cotangent = None if self.stage.loss else self.hidden
         own = RunningStage(self.stage, self.part)
-        return run_backward(own, given, self.batch, pulled, execute)
+        return run_backward(own, given, self.batch, cotangent, execute)
 
     def forward_bytes(self) -> float:
         """Return a device's bytes in a forward pass, arguments included."""
@@ -120,16 +120,16 @@ def pipelined_updates(calls: PlacedCalls, call: str) -> Iterator[CallProgram]:
     shallow = dataclasses.replace(whole, num_layers=whole.num_layers // len(of_copy))
     works = stage_works(calls.placed(call), whole)
     # Pipelines run at once: the gradients of both are there, and what their stages have to keep.
-    beside = calls.always(call, ["gradients, float32", KEPT])
+    resident = calls.always(call, ["gradients, float32", KEPT])
     for index in sorted({0, min(1, len(of_copy) - 2), len(of_copy) - 1}):
         program = StageProgram(own, call, of_copy[index], parts[index], shallow, calls.reads)
-        yield from _ends(calls, call, model, of_copy[index], beside)
-        yield from _tasks(program, works, beside)
-    yield from _summed_copies(calls, call, learner, weights, beside)
+        yield from _ends(calls, call, model, of_copy[index], resident)
+        yield from _tasks(program, works, resident)
+    yield from _summed_copies(calls, call, learner, weights, resident)
 
 
 def _ends(
-    calls: PlacedCalls, call: str, model: Model, stage: Stage, beside: float
+    calls: PlacedCalls, call: str, model: Model, stage: Stage, resident: float
 ) -> Iterator[CallProgram]:
     """Yield what brings the embedding or the head to a stage that has it."""
     ends = dataclasses.replace(stage.without_others(model), layers=(), norm=None)
@@ -140,13 +140,13 @@ def _ends(
             call,
             "an embedding comes" if stage.reads_tokens else "a head comes",
             lambda execute, _, program=program: program.run(execute),
-            Foreseen(program.device_bytes(itemsize), received=program.received_bytes(itemsize)),
-            beside=beside - program.arguments,
+            Predicted(program.device_bytes(itemsize), received=program.received_bytes(itemsize)),
+            resident=resident - program.arguments,
             depth=1,
         )
 
 
-def _tasks(program: StageProgram, works: StageWorks, beside: float) -> Iterator[CallProgram]:
+def _tasks(program: StageProgram, works: StageWorks, resident: float) -> Iterator[CallProgram]:
     """Yield the forward and the backward of a stage; the last one has a backward alone."""
     first = program.stage.reads_tokens
     last = program.stage.loss is not None
@@ -166,8 +166,8 @@ def _tasks(program: StageProgram, works: StageWorks, beside: float) -> Iterator[
             program.call,
             f"{name} stage {kind}",
             run,
-            Foreseen(size, work.flops, work.traffic.total + hops * gathered),
-            beside=beside - own,
+            Predicted(size, work.flops, work.traffic.total + hops * gathered),
+            resident=resident - own,
             depth=program.config.num_layers,
             turns=shapes.pairs_of_texts(config, layout, derived.microbatch_rows(config)),
         )
@@ -182,7 +182,7 @@ def _tasks(program: StageProgram, works: StageWorks, beside: float) -> Iterator[
 
 
 def _summed_copies(
-    calls: PlacedCalls, call: str, learner: Learner, weights: Model, beside: float
+    calls: PlacedCalls, call: str, learner: Learner, weights: Model, resident: float
 ) -> Iterator[CallProgram]:
     """Yield what sums the gradients of several copies, once a minibatch."""
     copies = stages.copies_of(learner)
@@ -196,8 +196,8 @@ def _summed_copies(
         call,
         "sum of copies",
         lambda execute, _: stages.sum_copies(found, layout, execute),
-        Foreseen(held, received=received_bytes("all-reduce", held, len(copies))),
-        beside=beside,
+        Predicted(held, received=received_bytes("all-reduce", held, len(copies))),
+        resident=resident,
         depth=calls.model(call).num_layers,
     )
 

@@ -32,7 +32,7 @@ from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
 
-class Foreseen(NamedTuple):
+class Predicted(NamedTuple):
     """Hold what formulas say of one run of a program."""
 
     bytes: float  # of a device, arguments included
@@ -47,8 +47,8 @@ class CallProgram(NamedTuple):
     name: str
     # The code of a run, given shapes of a model of so many layers: this program is its last.
     run: Callable[[Execute, int], object]
-    foreseen: Foreseen
-    beside: float  # bytes of a device that are there, too, while it runs
+    predicted: Predicted
+    resident: float  # bytes of a device that are there, too, while it runs
     depth: int  # layers of the model
     # where each layer is a part of the program: of how many it is compiled, twice
     compiled_layers: tuple[int, ...] = ()

@@ -117,12 +117,12 @@ class PlanPrices:
 
         Where the config leaves that open, a run does without as far as `settle_remat` says so.
         """
-        asked = self.config.training.remat
+        setting = self.config.training.remat
         space = functools.partial(
             SearchSpace, self.config, self.models, self.hardware, self.base, held=self.held
         )
-        if asked != "auto":
-            return {asked == "on": space(remat=asked == "on")}
+        if setting != "auto":
+            return {setting == "on": space(remat=setting == "on")}
         return {False: space(remat=False, room=estimate.ROOM), True: space(remat=True)}
 
     @functools.cached_property
@@ -132,12 +132,12 @@ class PlanPrices:
 
     def price(self, name: str, plan: Plan) -> PricedPlan:
         """Predict what a plan takes that has been checked."""
-        foreseen = functools.partial(
+        predicted = functools.partial(
             estimate.fullest, self.config, self.models, plan, plan.layouts(self.hardware.platform)
         )
         limit = self.hardware.gigabytes * memory_parts.GIGA
-        remat, _ = estimate.settle_remat(self.config, foreseen(remat=False), limit)
-        parts = foreseen(remat=remat)
+        remat, _ = estimate.settle_remat(self.config, predicted(remat=False), limit)
+        parts = predicted(remat=remat)
         problem = self.problems[remat]
         placed = self.spaces[remat].placed(plan, name)
         # a run may lack some

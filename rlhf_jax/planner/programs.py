@@ -15,7 +15,7 @@ from rlhf_jax.mesh import FLOAT32
 from rlhf_jax.planner import shapes
 from rlhf_jax.planner.generation_programs import arrivals, drafts, prefill, rounds
 from rlhf_jax.planner.pipelined_programs import pipelined_updates
-from rlhf_jax.planner.placed_calls import CallProgram, Foreseen, PlacedCalls
+from rlhf_jax.planner.placed_calls import CallProgram, PlacedCalls, Predicted
 from rlhf_jax.planner.student_programs import student_updates
 from rlhf_jax.rewards.models import read_scores
 from rlhf_jax.runtime.compilation import Execute
@@ -75,8 +75,8 @@ def scores(calls: PlacedCalls, call: str, model: ModelConfig) -> CallProgram:
         call,
         "rewards" if rewards else "scores",
         run_scores,
-        Foreseen(size, work.flops, work.traffic.total),
-        beside=calls.always(call, ["models that score"]) - held,
+        Predicted(size, work.flops, work.traffic.total),
+        resident=calls.always(call, ["models that score"]) - held,
         depth=model.num_layers,
         turns=shapes.pairs_of_texts(config, run.layout, passes.samples),
     )
@@ -102,8 +102,8 @@ def gradient(calls: PlacedCalls, call: str) -> CallProgram:
         call,
         "gradient",
         run_gradient,
-        Foreseen(size, work.flops, work.traffic.total),
-        beside=calls.always(call) - held + calls.waiting(call, before),
+        Predicted(size, work.flops, work.traffic.total),
+        resident=calls.always(call) - held + calls.waiting(call, before),
         depth=model.num_layers,
         turns=shapes.pairs_of_texts(calls.config, run.layout, passes.samples),
     )
@@ -120,7 +120,7 @@ def optimizers_step(calls: PlacedCalls, call: str) -> CallProgram:
         call,
         "optimizer's step",
         lambda execute, _: shapes.run_step(calls.learner(call), weights, execute),
-        Foreseen(4 * held),
-        beside=calls.always(call) - 3 * held + calls.waiting(call, others),
+        Predicted(4 * held),
+        resident=calls.always(call) - 3 * held + calls.waiting(call, others),
         depth=model.num_layers,
     )

@@ -89,11 +89,11 @@ def search_plans(config: Config, planned: Planned, lag: int = 0) -> Searched:
         check_lag(prices.config, Plan(hardware.count, {"generation": prices.base}))
         named, reasons = compare(prices, config.plan, planned.plan)
         left_out = reasons if ahead == 0 else left_out
-        found, said = find_with_pipelines(prices, named)
+        found, reason = find_with_pipelines(prices, named)
         if ahead == 0:
-            out = said and not (found and is_pipelined(found.priced.plan))
-            left_out |= {PIPELINED: said} if out else {}
-            trainings = None if said else compare_trainings(prices)
+            out = reason and not (found and is_pipelined(found.priced.plan))
+            left_out |= {PIPELINED: reason} if out else {}
+            trainings = None if reason else compare_trainings(prices)
         if found is None:
             raise ValueError(no_plan(hardware, ahead))
         parameters = parameter_counts(planned.models)
@@ -114,19 +114,19 @@ def find_with_pipelines(
     Of the best such plan and the best other one, the longer is added to those that have a name.
     Where all chips have links of their own, pipelines are found only if nothing else fits.
     """
-    said = why_not_pipelined(prices.hardware)
+    reason = why_not_pipelined(prices.hardware)
     pipelined = [FoundPlan(one, 0.0) for one in named if one.fits and is_pipelined(one.plan)]
     sharded = prices.find([one for one in named if not is_pipelined(one.plan)], SEARCH_SECONDS)
-    if not said or sharded is None:
+    if not reason or sharded is None:
         try:
             pipelined.append(best_pipelined(prices))
         except ValueError as error:
-            said = said or str(error)
+            reason = reason or str(error)
     ways = [one for one in (sharded, *pipelined) if one is not None]
     if not ways:
-        return None, said
+        return None, reason
     best = min(ways, key=lambda one: (not one.priced.fits, one.priced.step))
-    if not said and sharded is not None:
+    if not reason and sharded is not None:
         if best is sharded:
             other = min((one.priced for one in pipelined), key=lambda plan: plan.step)
             named.append(other._replace(name=PIPELINED))
@@ -135,7 +135,7 @@ def find_with_pipelines(
     # no plan of either kind is shorter than the bound of both
     bound = min(one.priced.step * (1.0 - one.gap) for one in ways)
     gap = max(0.0, 1.0 - bound / best.priced.step)
-    return FoundPlan(best.priced._replace(name="found"), gap if gap > 1e-9 else 0.0), said
+    return FoundPlan(best.priced._replace(name="found"), gap if gap > 1e-9 else 0.0), reason
 
 
 def no_plan(hardware: object, lag: int) -> str:
@@ -148,11 +148,13 @@ def no_plan(hardware: object, lag: int) -> str:
     return f"No plan fits {hardware}; {FEWER_ROWS}, or generation.max_rows, or name more devices."
 
 
-def compare(prices: PlanPrices, asked: str, own: Plan) -> tuple[list[PricedPlan], dict[str, str]]:
+def compare(
+    prices: PlanPrices, requested: str, own: Plan
+) -> tuple[list[PricedPlan], dict[str, str]]:
     """Price the mesh, the presets and the plan that a config asks for; say why some cannot be."""
     priced = []
     left_out = {}
-    for name in dict.fromkeys((MESH, *PRESETS, asked or MESH)):
+    for name in dict.fromkeys((MESH, *PRESETS, requested or MESH)):
         try:
             priced.append(prices.price(name, prices.named_plan(name, own)))
         except ValueError as error:

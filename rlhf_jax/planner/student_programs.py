@@ -18,7 +18,7 @@ from rlhf_jax.mesh import FLOAT32
 from rlhf_jax.models.attention import packed_block
 from rlhf_jax.models.flops import product_flops
 from rlhf_jax.planner import shapes
-from rlhf_jax.planner.placed_calls import CallProgram, Foreseen, PlacedCalls
+from rlhf_jax.planner.placed_calls import CallProgram, PlacedCalls, Predicted
 from rlhf_jax.planner.search.costs import forward_flops, gradient_flops
 from rlhf_jax.planner.search.traffic import ShardedModel, forward_traffic, gradient_traffic
 from rlhf_jax.runtime.compilation import Execute
@@ -72,14 +72,14 @@ def reading(calls: PlacedCalls, settings: TrainingSettings, *, copied: bool) -> 
         CALL,
         "student's text",
         read,
-        Foreseen(
+        Predicted(
             held + hidden + updates.reading_bytes(run, copied=copied),
             forward_flops(
                 policy, passes.samples, passes.tokens, predicted=0, block=packed_block(run.layout)
             ),
             forward_traffic(sharded, passes.on_device(run.layout)).total - head,
         ),
-        beside=calls.always(CALL) - held * (not copied) + _all_hidden(calls) - hidden,
+        resident=calls.always(CALL) - held * (not copied) + _all_hidden(calls) - hidden,
         depth=policy.num_layers,
         turns=shapes.pairs_of_texts(calls.config, run.layout, passes.samples),
     )
@@ -129,8 +129,8 @@ def gradient(calls: PlacedCalls, learner: Learner) -> CallProgram:
         CALL,
         "student's gradient",
         run_gradient,
-        Foreseen(2 * own + of_policy + hidden + work, flops, sent.total),
-        beside=calls.always(CALL) - own - of_policy + _all_hidden(calls) - hidden,
+        Predicted(2 * own + of_policy + hidden + work, flops, sent.total),
+        resident=calls.always(CALL) - own - of_policy + _all_hidden(calls) - hidden,
         depth=student.num_layers,
         turns=shapes.pairs_of_texts(calls.config, run.layout, passes.samples),
     )
@@ -144,8 +144,8 @@ def step(calls: PlacedCalls, learner: Learner) -> CallProgram:
         CALL,
         "student's step",
         lambda execute, _: shapes.run_step(learner, student_shapes(calls), execute),
-        Foreseen(4 * own),
-        beside=calls.always(CALL) - 3 * own + _all_hidden(calls),
+        Predicted(4 * own),
+        resident=calls.always(CALL) - 3 * own + _all_hidden(calls),
         depth=_student(calls).num_layers,
     )
 

@@ -120,8 +120,10 @@ def _gpus_of(target: Path, shape: str) -> list[Any]:
             shape, "cuda", topology=shape, target_config=target.read_text()
         )
     except jax.errors.JaxRuntimeError as error:
-        said = str(error).partition("\n")[0]
-        raise ValueError(f"The GPU's compiler knows no {shape} of {target.stem}: {said}") from error
+        message = str(error).partition("\n")[0]
+        raise ValueError(
+            f"The GPU's compiler knows no {shape} of {target.stem}: {message}"
+        ) from error
     return list(found.devices)
 
 

@@ -70,9 +70,9 @@ class VerifiedProgram(NamedTuple):
     compiled: CompilerFigures
 
     @property
-    def in_all(self) -> float:
+    def peak(self) -> float:
         """Return the bytes of a device while it runs, with what is there beside it."""
-        return self.program.beside + self.compiled.bytes
+        return self.program.resident + self.compiled.bytes
 
 
 class VerifiedPlan(NamedTuple):
@@ -88,7 +88,7 @@ class VerifiedPlan(NamedTuple):
     @property
     def too_large(self) -> list[VerifiedProgram]:
         """Return the programs that do not fit beside what is there."""
-        return [one for one in self.programs if one.compiled.refusal or one.in_all > self.limit]
+        return [one for one in self.programs if one.compiled.refusal or one.peak > self.limit]
 
 
 def verify_plan(config: Config, planned: Planned, observe: Callable[[str], None]) -> VerifiedPlan:
@@ -175,11 +175,11 @@ def compile_figures(lowered: Lowered, flops: float) -> CompilerFigures:
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        said = str(error).partition("\n")[0]
-        if "RESOURCE_EXHAUSTED" not in said:
-            raise ValueError(f"The compiler refuses a program of the plan: {said}") from error
+        message = str(error).partition("\n")[0]
+        if "RESOURCE_EXHAUSTED" not in message:
+            raise ValueError(f"The compiler refuses a program of the plan: {message}") from error
         seconds = time.perf_counter() - began
-        return CompilerFigures(0.0, 0.0, 0.0, 0.0, flops, seconds, refusal=said)
+        return CompilerFigures(0.0, 0.0, 0.0, 0.0, flops, seconds, refusal=message)
     sizes = compiled.memory_analysis()
     assert sizes is not None, "A compiler says how much memory a program needs."
     return CompilerFigures(
@@ -200,11 +200,11 @@ def print_verified(verified: VerifiedPlan) -> None:
     sent = [("GB received", f"{heading}  by a chip")]
     for one in verified.programs:
         program, compiled = one
-        foreseen = program.foreseen
-        sizes = _pair(program, compiled.bytes, foreseen.bytes, GIGA)
-        memory.append((program.call, f"{sizes}{one.in_all / GIGA:9.2f}"))
-        work.append((program.call, _pair(program, compiled.flops, foreseen.flops, 1e15)))
-        sent.append((program.call, _pair(program, compiled.received, foreseen.received, GIGA)))
+        predicted = program.predicted
+        sizes = _pair(program, compiled.bytes, predicted.bytes, GIGA)
+        memory.append((program.call, f"{sizes}{one.peak / GIGA:9.2f}"))
+        work.append((program.call, _pair(program, compiled.flops, predicted.flops, 1e15)))
+        sent.append((program.call, _pair(program, compiled.received, predicted.received, GIGA)))
     notes = [
         f"in all: with what is there beside the program; a chip has {verified.limit / GIGA:g} GB",
         "each program once; those of generation from a few layers",
@@ -220,9 +220,9 @@ def print_verified(verified: VerifiedPlan) -> None:
     compiler = compiler_version(verified.hardware.platform)
     console.describe(f"rlhf_jax: programs for {verified.hardware.name} by {compiler}", rows)
     for one in verified.too_large:
-        needs = f"a chip needs {one.in_all / GIGA:.1f} GB"
-        said = one.compiled.refusal or f"{needs} and has {verified.limit / GIGA:.1f} GB"
-        print(f"It does not fit: {one.program.call}, {one.program.name}: {said}.")
+        needs = f"a chip needs {one.peak / GIGA:.1f} GB"
+        reason = one.compiled.refusal or f"{needs} and has {verified.limit / GIGA:.1f} GB"
+        print(f"It does not fit: {one.program.call}, {one.program.name}: {reason}.")
     if not verified.too_large:
         print("It fits, by the compiler's figures.")
 

@@ -35,8 +35,8 @@ def rows_of_worth(config: Config, planned: Planned, lengths: Percentiles) -> lis
     placed = PlacedRun(run, planned.hardware.part(run.layout.extent(meshes.AXES)))
     slices = run.layout.slices
     if slices == 1:
-        told = "One slice generates everything, so no sample can move; mesh.slices makes more."
-        return [("moves", told)]
+        reason = "One slice generates everything, so no sample can move; mesh.slices makes more."
+        return [("moves", reason)]
     machine = machine_of(placed)
     limit = float(config.generation.max_new_tokens)
     prompt = min(lengths.prompt, float(config.data.max_prompt_tokens))
@@ -124,5 +124,5 @@ def _line(name: str, outcomes: list[Outcome]) -> str:
         return float(np.mean([of(outcome) for outcome in outcomes]))
 
     moves = mean(lambda outcome: outcome.moves)
-    told = f" ({moves:,.0f} moves)" if moves else ""
-    return f"{mean(lambda outcome: outcome.seconds):8.1f} s  {name}{told}"
+    count = f" ({moves:,.0f} moves)" if moves else ""
+    return f"{mean(lambda outcome: outcome.seconds):8.1f} s  {name}{count}"

@@ -61,9 +61,9 @@ def frame_of(shown: Sequence[Series], height: int) -> Frame:
     )
 
 
-def svg(spoken: str, height: int, *parts: str) -> str:
-    """Return the SVG of a chart that `spoken` describes to who does not see it."""
-    name = html.escape(spoken)
+def svg(label: str, height: int, *parts: str) -> str:
+    """Return the SVG of a chart that `label` describes to who does not see it."""
+    name = html.escape(label)
     return (
         f'<svg class="plot" height="{height}" role="img" aria-label="{name}">{"".join(parts)}</svg>'
     )

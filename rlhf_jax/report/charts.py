@@ -101,8 +101,8 @@ def line_chart(
         parts.append(_dots(evaluated, frame))
         ends.append(("eval", float(evaluated.values[-1])))
     first, last = shown[0].values[[0, -1]]
-    spoken = f"{title} by step: from {reading(first)} to {reading(last)}"
-    return svg(spoken, height, *parts, end_labels(ends, frame))
+    label = f"{title} by step: from {reading(first)} to {reading(last)}"
+    return svg(label, height, *parts, end_labels(ends, frame))
 
 
 def lines_chart(title: str, note: str, lines: Sequence[tuple[str, Series]]) -> Chart:
@@ -285,12 +285,12 @@ def _legend(names: list[str], at: int) -> str:
     drawn = ""
     left = 24.0
     for name in names:
-        said = name.replace("_", " ")
+        label = name.replace("_", " ")
         drawn += (
             f'<rect class="{name}" x="{left:.0f}" y="{at - 10}" width="10" height="10" rx="2"/>'
-            f'<text x="{left + 16:.0f}" y="{at}">{said}</text>'
+            f'<text x="{left + 16:.0f}" y="{at}">{label}</text>'
         )
-        left += 30 + LETTER * len(said)
+        left += 30 + LETTER * len(label)
     return drawn
 
 

@@ -158,9 +158,9 @@ def _parting(workdirs: Sequence[str | pathlib.Path]) -> int | None:
     texts = [path.read_text("utf-8").splitlines() if path.is_file() else [] for path in files]
     for lines in itertools.zip_longest(*texts):
         rows = [json.loads(line) if line else None for line in lines]
-        told = [row for row in rows if row]
-        if len({(row["step"], row["prompt"], row["response"]) for row in told}) > 1:
-            return min(row["step"] for row in told)
-        if len(told) < len(rows):  # one run ends here
+        present = [row for row in rows if row]
+        if len({(row["step"], row["prompt"], row["response"]) for row in present}) > 1:
+            return min(row["step"] for row in present)
+        if len(present) < len(rows):  # one run ends here
             return None
     return None

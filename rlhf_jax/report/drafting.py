@@ -70,13 +70,13 @@ def drafts(run: RunRecord) -> bool:
 
 def drafter_kinds(run: RunRecord) -> dict[str, str]:
     """Return the class that colours each drafter, by the names that the run's files tell."""
-    told = {row["drafter"] for row in run.strategies}
+    names = {row["drafter"] for row in run.strategies}
     for prefix in ("strategy/share_", "strategy/acceptance_"):
-        told |= {
+        names |= {
             key.removeprefix(prefix) for row in run.metrics for key in row if key.startswith(prefix)
         }
-    others = sorted(told.difference(COLOURED))
-    kinds = {name: name for name in COLOURED if name in told}
+    others = sorted(names.difference(COLOURED))
+    kinds = {name: name for name in COLOURED if name in names}
     return kinds | {name: f"other-{i % OTHER_COLOURS}" for i, name in enumerate(others)}
 
 
@@ -126,7 +126,7 @@ def _by_live_rows(rows: list[Row], kinds: dict[str, str]) -> Chart:
     for drafter, kind in kinds.items():
         if drafter in drafted:
             part = share(drafted[drafter]["rounds"], total)
-            legend.append((kind, f"{_spoken(drafter)} {part}"))
+            legend.append((kind, f"{_readable(drafter)} {part}"))
     note = "% of rounds, by live rows rounded up; fuller colour for longer drafts"
     return Chart(title, note, svg, tuple(legend))
 
@@ -148,7 +148,7 @@ def _tip(size: int, rows: list[Row]) -> str:
     return "\n".join([f"{heading}, {every:,.0f} rounds", *lines])
 
 
-def _spoken(drafter: str) -> str:
+def _readable(drafter: str) -> str:
     return "plain" if drafter == "none" else drafter
 
 
@@ -159,7 +159,7 @@ def _shares(rows: list[Row], kinds: dict[str, str]) -> Chart:
     drawn = []
     layers = []
     for name, own in found:
-        line = series(own, f"strategy/share_{name}", _spoken(name))
+        line = series(own, f"strategy/share_{name}", _readable(name))
         if len(own) == most and line:
             drawn.append(kinds[name])
             layers.append(Series(line.name, line.steps, 100 * line.values))

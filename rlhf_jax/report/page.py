@@ -115,13 +115,13 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
     """Return (name, value) of what the run was."""
     config = run.config
     done = len(run.metrics)
-    asked = config.get("steps", 0)
-    unfinished = isinstance(asked, int) and done < asked
+    steps = config.get("steps", 0)
+    unfinished = isinstance(steps, int) and done < steps
     strategy = str(config.get("generation.strategy", ""))
     rows = [
         ("model", pathlib.PurePath(str(config.get("model.path", ""))).name),
         ("algorithm", run.title),
-        ("steps", f"{done:,} of {asked:,}" if unfinished else f"{done:,}"),
+        ("steps", f"{done:,} of {steps:,}" if unfinished else f"{done:,}"),
         ("drafting", "none" if strategy == "plain" else strategy),
         ("device", run.environment.get("device", "")),
         ("date", f"{run.date.day} {run.date:%B %Y}"),
@@ -206,17 +206,17 @@ def other_charts(run: RunRecord) -> list[Chart]:
 
 def left_out(run: RunRecord) -> list[str]:
     """Say what has no chart, as there is nothing to see: a sentence each."""
-    said = []
+    sentences = []
     if run.trace is not None and len(run.trace.lanes) == 1:
-        said.append("One slice generated everything.")
+        sentences.append("One slice generated everything.")
     if run.strategies and not drafting.drafts(run):
-        said.append("Every round was plain: no drafter promised more tokens a second.")
+        sentences.append("Every round was plain: no drafter promised more tokens a second.")
     keys = dict.fromkeys(key for row in run.metrics for key in row)
     same = [line for line in (series(run.metrics, key) for key in keys) if is_constant(line)]
     if same:
         values = ", ".join(f"{line.name} {reading(line.values[0])}" for line in same)
-        said.append(f"Never changed: {values}.")
-    return said
+        sentences.append(f"Never changed: {values}.")
+    return sentences
 
 
 def pairs(run: RunRecord) -> list[tuple[str, list[tuple[str, Row]]]]:

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from rlhf_jax.runtime.watchdog import spoken
+from rlhf_jax.runtime.watchdog import format_duration
 
 # Values so many spans of the others away from them are cut off at the chart's edge.
 SPIKE = 3.0
@@ -125,7 +125,7 @@ def duration(seconds: float) -> str:
     """Write a duration: 8.5 s, 4 min 20 s, 3 h 05 min, 2 d 4 h."""
     whole = round(seconds)
     if whole < 48 * 3600:
-        return spoken(seconds)
+        return format_duration(seconds)
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 

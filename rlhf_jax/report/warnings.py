@@ -132,10 +132,10 @@ def _without_effect(run: RunRecord) -> Iterator[str]:
         return
     changed = [key for key, usual in OF_RATIO.items() if config.get(key, usual) != usual]
     if changed:
-        told = " and ".join(f"{key}={config[key]}" for key in changed)
+        settings = " and ".join(f"{key}={config[key]}" for key in changed)
         yield (
-            f"{told} reads a ratio of probabilities that is 1 in every update, with one epoch, one"
-            " minibatch and no lag: only what else it reads matters; for ratios raise"
+            f"{settings} reads a ratio of probabilities that is 1 in every update with one epoch,"
+            " one minibatch and no lag: only its other inputs have an effect; for ratios raise"
             " training.minibatches or training.epochs."
         )
 

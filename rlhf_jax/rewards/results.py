@@ -63,11 +63,11 @@ def results_of(alone: bool, value: Any, count: int, logged: Logged) -> list[Rewa
 
 def raised(error: BaseException, row: Mapping[str, Any] | None = None) -> RewardResult:
     """Say what a function raised, and which columns its row has where it missed one."""
-    said = f"raised {type(error).__name__}: {one_line(error)}"
+    message = f"raised {type(error).__name__}: {one_line(error)}"
     columns = [*map(repr, row or ())]
     if isinstance(error, KeyError) and columns and one_line(error) not in columns:
-        said += f" (the row has {', '.join(columns)[:MESSAGE]})"
-    return said
+        message += f" (the row has {', '.join(columns)[:MESSAGE]})"
+    return message
 
 
 def one_line(error: BaseException, longest: int = MESSAGE) -> str:

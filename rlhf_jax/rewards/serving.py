@@ -81,26 +81,28 @@ def serve_calls(
             with within(False):
                 asyncio.run(_answer_together(pipe, reward, signature))
         while True:
-            asked = receive_call(pipe)
+            reward_call = receive_call(pipe)
             with within(True):
-                results = call(reward, signature, asked)
-            _reply(pipe, RewardResults(asked.number, results))
+                results = call(reward, signature, reward_call)
+            _reply(pipe, RewardResults(reward_call.number, results))
 
 
-def call(reward: Callable[..., Any], signature: Signature, asked: RewardCall) -> list[RewardResult]:
+def call(
+    reward: Callable[..., Any], signature: Signature, reward_call: RewardCall
+) -> list[RewardResult]:
     """Return what came of each response of a call of a plain function, whatever it raises."""
     try:
         with _forks_end():
-            given = arguments(reward, signature.form, asked.responses)
+            given = arguments(reward, signature.form, reward_call.responses)
             value = reward(*given.positional, **given.named)
             alone = signature.form is Form.ONE
-            return results_of(alone, value, len(asked.responses), given.logged)
+            return results_of(alone, value, len(reward_call.responses), given.logged)
     except BaseException as error:
-        return [raised(error, asked.responses[0].row)] * len(asked.responses)
+        return [raised(error, reward_call.responses[0].row)] * len(reward_call.responses)
 
 
 async def call_async(
-    reward: Callable[..., Any], signature: Signature, asked: RewardCall
+    reward: Callable[..., Any], signature: Signature, reward_call: RewardCall
 ) -> list[RewardResult] | None:
     """Return what came of each response of a call of an async function; None out of time.
 
@@ -111,21 +113,21 @@ async def call_async(
     async def answer() -> list[RewardResult]:
         try:
             with _forks_end():
-                given = arguments(reward, signature.form, asked.responses)
+                given = arguments(reward, signature.form, reward_call.responses)
                 value = await reward(*given.positional, **given.named)
                 alone = signature.form is Form.ONE
-                return results_of(alone, value, len(asked.responses), given.logged)
+                return results_of(alone, value, len(reward_call.responses), given.logged)
         except BaseException as error:
-            return [raised(error, asked.responses[0].row)] * len(asked.responses)
+            return [raised(error, reward_call.responses[0].row)] * len(reward_call.responses)
 
     task = asyncio.ensure_future(answer())
-    limit = asked.seconds if math.isfinite(asked.seconds) else None
+    limit = reward_call.seconds if math.isfinite(reward_call.seconds) else None
     done, _ = await asyncio.wait([task], timeout=limit)
     if not done:
         task.cancel()  # it is not waited for: it may refuse to end
         return None
     if task.cancelled():  # it asked for that, and returned all the same
-        return [raised(asyncio.CancelledError())] * len(asked.responses)
+        return [raised(asyncio.CancelledError())] * len(reward_call.responses)
     return task.result()
 
 
@@ -134,10 +136,10 @@ async def _answer_together(
 ) -> None:
     """Answer calls of an async function as they come, each when it is done."""
 
-    async def answer(asked: RewardCall) -> None:
+    async def answer(reward_call: RewardCall) -> None:
         with contextlib.suppress(OSError):  # the other end is closed, as reading it will find
-            results = await call_async(reward, signature, asked)
-            _reply(pipe, RewardResults(asked.number, results))
+            results = await call_async(reward, signature, reward_call)
+            _reply(pipe, RewardResults(reward_call.number, results))
 
     under_way = set()
     arrived = asyncio.Event()
@@ -169,8 +171,8 @@ def _imported(spec: str) -> Callable[..., Any]:
     except Exception:
         raise
     except BaseException as error:
-        told = f"{type(error).__name__}: {one_line(error)}".rstrip(": ")
-        raise ValueError(f"Reward {spec!r} cannot be imported: {told}.") from None
+        message = f"{type(error).__name__}: {one_line(error)}".rstrip(": ")
+        raise ValueError(f"Reward {spec!r} cannot be imported: {message}.") from None
 
 
 @contextlib.contextmanager

@@ -163,20 +163,20 @@ class Workers:
         return number
 
     def _wait_while(self, holds: Callable[[], bool]) -> None:
-        self._hear()
+        self._collect_answers()
         try:
             while holds():
                 self._serve(SILENCE)
                 now = time.monotonic()
-                self._seen, said = look(self._seen, self._seen.beat, now, self._silence)
-                for sentence in said:  # `observe` takes the wait itself for a sign of life
+                self._seen, sentences = look(self._seen, self._seen.beat, now, self._silence)
+                for sentence in sentences:  # `observe` takes the wait itself for a sign of life
                     warnings.warn(sentence, stacklevel=1)
                 self._observe()
         except BaseException:
             self.close()  # what they still work on must not be taken for a later call's
             raise
 
-    def _hear(self) -> None:
+    def _collect_answers(self) -> None:
         """Note that something came, or that a wait begins."""
         self._seen = Seen(self._seen.beat._replace(at=time.monotonic()), self._silence)
 
@@ -242,7 +242,7 @@ class Workers:
         except ValueError as error:
             return self._give_up(child, f"sent no reply ({str(error).rstrip('.')})")
 
-        self._hear()
+        self._collect_answers()
         if isinstance(reply, RewardResults) and reply.number in child.deadlines:
             count = len(self._calls[reply.number])
             if reply.results is not None and len(reply.results) != count:

@@ -98,16 +98,16 @@ class Programs:
         if phase:
             self._needed.setdefault(phase, []).append(future)
 
-    def wait(self, phase: str, heard: Callable[[], None]) -> None:
-        """Wait for the programs that a phase needs; `heard` is called before and after each."""
+    def wait(self, phase: str, progress: Callable[[], None]) -> None:
+        """Wait for the programs that a phase needs; `progress` is called before and after each."""
         needed = self._needed.pop(phase, [])
         if needed:
-            heard()
+            progress()
         for one in concurrent.futures.as_completed(needed):
-            heard()
+            progress()
             if error := one.exception():
-                told = f"A program of {phase} could not be compiled ahead: {error}"
-                warnings.warn(told, stacklevel=1)
+                message = f"A program of {phase} could not be compiled ahead: {error}"
+                warnings.warn(message, stacklevel=1)
 
     def _count(self, more: int) -> None:
         """Count an event, after which so many more are left."""

@@ -142,7 +142,7 @@ def _exchange(message: bytes) -> list[Any]:
         publish(f"{folder}/{number}/all", [_await(word, bytes) for word in words])
         delete_published(f"{folder}/{number - 1}")  # all have said, and so read, what came after
     found = _await(f"{folder}/{number}/all", list)
-    return [messages.decode(said, EXCHANGE) for said in found]
+    return [messages.decode(reply, EXCHANGE) for reply in found]
 
 
 def _exchange_by_devices(name: str, message: bytes) -> list[Any]:
@@ -217,8 +217,12 @@ def is_of_device(error: BaseException) -> bool:
     """Say whether a device failed, or another process: nothing that was asked or read."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         return True
-    said = str(error)
-    return isinstance(error, ValueError) and bool(STATUS.match(said)) and not OF_FILES.search(said)
+    message = str(error)
+    return (
+        isinstance(error, ValueError)
+        and bool(STATUS.match(message))
+        and not OF_FILES.search(message)
+    )
 
 
 def publish(name: str, value: object) -> None:

@@ -16,7 +16,7 @@ from rlhf_jax.runtime.files import SHIPPED, find
 T = TypeVar("T")
 
 
-class Table(dict[str, T]):
+class Registry(dict[str, T]):
     """Hold what a key of the config may name; FILE.py:NAME is read when it is first asked for."""
 
     def __init__(self, key: str, check: Callable[[Any], str], own: dict[str, T] | None = None):

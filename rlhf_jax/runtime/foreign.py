@@ -58,10 +58,10 @@ def one_line(error: BaseException) -> str:
     if "integer string conversion" in str(error):
         return "a number has thousands of digits"
     # What has several sentences is told within one.
-    told = re.sub(r"[.!] (?=[A-Z])", "; ", " ".join(str(error).split()))
-    told = told[:LONGEST_REASON].rstrip(".")
+    message = re.sub(r"[.!] (?=[A-Z])", "; ", " ".join(str(error).split()))
+    message = message[:LONGEST_REASON].rstrip(".")
     name = type(error).__name__
-    return f"{name}: {told}" if isinstance(error, LookupError) or not told else told
+    return f"{name}: {message}" if isinstance(error, LookupError) or not message else message
 
 
 def parse_json(text: str | bytes, unique: bool = False) -> Any:

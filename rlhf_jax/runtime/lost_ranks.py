@@ -21,7 +21,7 @@ from rlhf_jax.runtime import distributed, jax_internals
 from rlhf_jax.runtime.jax_internals import Verdict
 from rlhf_jax.runtime.native_output import NativeLog
 from rlhf_jax.runtime.signals import write_to_stderr
-from rlhf_jax.runtime.watchdog import spoken
+from rlhf_jax.runtime.watchdog import format_duration
 
 LOST = 75  # exit code: another is lost, and the same may be tried again (EX_TEMPFAIL of sysexits.h)
 TICK = 1.0  # seconds between two looks at the clock, and for a rank that has left
@@ -138,7 +138,7 @@ class Guard:
         gap = self._stood_still() if self._sleeping else 0.0
         if _now() - self._gap_end < 2 * self.heartbeat:  # by then XLA has found what came of it
             gap = max(gap, self._gap)
-        said = sentence(
+        message = sentence(
             verdict,
             rank,
             distributed.count(),
@@ -146,8 +146,8 @@ class Guard:
             stood_still=gap,
             file_of=self.log.of_rank,
         )
-        if said and self._code is None:
-            write_to_stderr(f"error: {said}")
+        if message and self._code is None:
+            write_to_stderr(f"error: {message}")
         if rank == distributed.LEADER:
             time.sleep(LINGER)
         os._exit(LOST if self._code is None else self._code)
@@ -180,7 +180,7 @@ def sentence(
     # Where rank 0 was away, with the service, it missed whom it then takes for lost.
     own = was_away and (not verdict.unheard or rank == distributed.LEADER)
     if own or rank in verdict.unheard:
-        how = f"stood still for {spoken(stood_still)}" if was_away else "was not heard"
+        how = f"stood still for {format_duration(stood_still)}" if was_away else "was not heard"
         return (
             f"rank {rank} itself {how}, too long for heartbeat_seconds = {heartbeat}, and the"
             " others have ended: was it stopped, did its host sleep, was the network cut?"

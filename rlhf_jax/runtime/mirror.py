@@ -116,12 +116,12 @@ class _Mirror:
     def is_further(self) -> bool:
         """Tell whether the copy is what lies behind the URL, and perhaps what was not sent yet."""
         own = self._folder / INDEX
-        with self._told("read"):
+        with self._one_sentence("read"):
             return own.is_file() and json.loads(own.read_bytes()) == self._read_index()
 
     def bring(self, checkpoints: bool = True) -> None:
         """Make the copy what lies behind the URL, with or without the whole checkpoints."""
-        with self._told("read"):
+        with self._one_sentence("read"):
             steps = self._read_index()["checkpoints"]
             names = list(self._list())
         for path in self._folder.iterdir():
@@ -131,12 +131,12 @@ class _Mirror:
             if step is None or (checkpoints and (steps is None or step in steps)):
                 path = self._folder / name
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with self._told("read"):
+                with self._one_sentence("read"):
                     self._files.get_file(f"{self._root}/{name}", str(path))
 
     def claim(self) -> None:
         """Say behind the URL that this run writes there, and see that it can."""
-        with self._told("written"):
+        with self._one_sentence("written"):
             steps = self._read_index()["checkpoints"]
             for name, size in self._list().items():
                 path = self._folder / name
@@ -166,14 +166,14 @@ class _Mirror:
         gone = self._sent.keys() - found.keys()
         if not changed and not gone:
             return
-        with self._told("read"):
+        with self._one_sentence("read"):
             is_own = self._read_index()["id"] == self._id
         if not is_own:
             raise ValueError(
                 f"Another run has written to {self._url}: stop one of the two, or give this one"
                 f" another workdir; what it has done is in {self._folder}."
             )
-        with self._told("written"):
+        with self._one_sentence("written"):
             steps = {_step_of(name) for name in found} - {None}
             # Checkpoints first: the lines of all their steps come after them.
             for name in sorted(changed, key=lambda name: _step_of(name) is None):
@@ -227,7 +227,7 @@ class _Mirror:
         write_atomically(self._folder / INDEX, content)
 
     @contextlib.contextmanager
-    def _told(self, verb: str) -> Iterator[None]:
+    def _one_sentence(self, verb: str) -> Iterator[None]:
         """Turn what the package of a URL's scheme raises within the context into one OSError."""
         try:
             yield
@@ -247,8 +247,8 @@ def _open(url: str) -> tuple[Any, str]:
         options = {"auto_mkdir": True} if url.startswith("file://") else {}
         files, root = fsspec.core.url_to_fs(url, **options)
     except (ImportError, ValueError) as error:
-        told = str(error).rstrip(".")
-        raise ValueError(f"The workdir {url} cannot be opened: {told}.") from error
+        message = str(error).rstrip(".")
+        raise ValueError(f"The workdir {url} cannot be opened: {message}.") from error
     return files, root.rstrip("/")
 
 

@@ -25,18 +25,20 @@ def fetch(tree: Any) -> Any:
     if not distributed.started():
         return jax.device_get(tree)
     leaves, kind = jax.tree.flatten(tree)
-    told: dict[int, Any] = {}
+    local: dict[int, Any] = {}
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, jax.Array):
             leaves[place] = leaf if leaf.is_fully_addressable else _repeated(leaf)
             owners = owners_of(leaf.sharding)
             if distributed.is_divided() and len(owners) < distributed.count():
-                told[place] = np.asarray(leaves[place]) if owners[0] == distributed.rank() else None
-    if told:
-        said = distributed.gather(list(told.values()))
-        for number, place in enumerate(told):
+                local[place] = (
+                    np.asarray(leaves[place]) if owners[0] == distributed.rank() else None
+                )
+    if local:
+        gathered = distributed.gather(list(local.values()))
+        for number, place in enumerate(local):
             first = owners_of(leaves[place].sharding)[0]
-            leaves[place] = said[first][number]
+            leaves[place] = gathered[first][number]
     return jax.device_get(jax.tree.unflatten(kind, leaves))
 
 

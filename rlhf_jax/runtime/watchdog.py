@@ -36,24 +36,28 @@ def look(
     A silence is spoken of after `seconds`, twice that, four times that and so on, and once more
     when it ends. `program` is the name of one that compiles meanwhile, which takes its time.
     """
-    said = []
+    sentences = []
     if beat != seen.beat:
         if seen.due > seconds:
-            silence = spoken(beat.at - seen.beat.at)
-            said.append(f"{seen.beat.phase} moves again: it stood still for {silence}.")
+            silence = format_duration(beat.at - seen.beat.at)
+            sentences.append(f"{seen.beat.phase} moves again: it stood still for {silence}.")
         seen = Seen(beat, seconds)
     silence = now - beat.at
     due = seen.due
     if silence >= due and program:
-        said.append(f"{beat.phase} waits for {program} to compile, for {spoken(silence)} so far.")
+        sentences.append(
+            f"{beat.phase} waits for {program} to compile, for {format_duration(silence)} so far."
+        )
     elif silence >= due:
-        said.append(f"{beat.phase} stands still: nothing has happened for {spoken(silence)}.")
+        sentences.append(
+            f"{beat.phase} stands still: nothing has happened for {format_duration(silence)}."
+        )
     while due <= silence:
         due *= 2
-    return Seen(beat, due), said
+    return Seen(beat, due), sentences
 
 
-def spoken(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Write a duration to read: 8.5 s, 5 min 00 s, 2 h 05 min."""
     whole = round(seconds)
     if seconds < 59.95:
@@ -119,10 +123,10 @@ class Watchdog:
         seen = Seen(self._beat, self._seconds)
         while not self._stopped:
             program = self._program()
-            seen, said = look(seen, self._beat, self._clock(), self._seconds, program)
-            for sentence in said:
+            seen, sentences = look(seen, self._beat, self._clock(), self._seconds, program)
+            for sentence in sentences:
                 self._say(sentence)
-            if said and not program and self._stacks:
+            if sentences and not program and self._stacks:
                 with contextlib.suppress(OSError), self._stacks.open("w") as file:
                     faulthandler.dump_traceback(file, all_threads=True)
                     self._say(f"Where its threads are is in {self._stacks}.")

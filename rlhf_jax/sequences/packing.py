@@ -328,14 +328,16 @@ def _fill_line(
         own = used - one.prompt_tokens
         lay(one, one.prompt_tokens, one.own_tokens, prompt)
 
-        told = slice(wanted, wanted + len(one.predicted))
+        predicted = slice(wanted, wanted + len(one.predicted))
         before = one.predicted - 1
-        packed.predict_from[shard, told] = before + np.where(before < one.prompt_tokens, start, own)
-        packed.targets[shard, told] = batch.tokens[one.row, one.predicted]
-        packed.mask[shard, told] = True
-        packed.segment_ids[shard, told] = place
-        source[shard, told] = one.row * slots + one.predicted
-        wanted = told.stop
+        packed.predict_from[shard, predicted] = before + np.where(
+            before < one.prompt_tokens, start, own
+        )
+        packed.targets[shard, predicted] = batch.tokens[one.row, one.predicted]
+        packed.mask[shard, predicted] = True
+        packed.segment_ids[shard, predicted] = place
+        source[shard, predicted] = one.row * slots + one.predicted
+        wanted = predicted.stop
 
 
 def pair_count(length: int, block: int) -> int:

@@ -14,7 +14,7 @@ from rlhf_jax.generation.speculative.round import ModelPair
 from rlhf_jax.monitoring.parts import PhaseParts
 from rlhf_jax.monitoring.trace import Span, since
 from rlhf_jax.rewards.samples import Rewards
-from rlhf_jax.runtime.beside import WorkBeside
+from rlhf_jax.runtime.background import BackgroundTask
 from rlhf_jax.sources.drawn import Drawn
 from rlhf_jax.sources.roll_out import RollOut
 from rlhf_jax.sources.rollouts import Rollouts
@@ -41,7 +41,7 @@ class RolloutsAhead(Rollouts):
         spans: list[Span] = []
 
         def draw(host: HostState, report: RoundObserver) -> HostState:
-            host = self.draw_ahead(models, host, report)
+            host = self.prefetch(models, host, report)
             ahead = samples_ahead(host)
             spans.extend(since(ahead.spans, began - ahead.began))
             return host
@@ -54,7 +54,7 @@ class RolloutsAhead(Rollouts):
             beside = None
             if state.step + 1 < self.steps:
                 work = functools.partial(draw, host)
-                beside = stack.enter_context(WorkBeside(work, "generation"))
+                beside = stack.enter_context(BackgroundTask(work, "generation"))
             drawn = self._rewarded(host, observe, began)
             if beside is None:
                 yield drawn
@@ -67,15 +67,15 @@ class RolloutsAhead(Rollouts):
                 drawn.metrics["lag/waited_seconds"] = time.perf_counter() - waits
         drawn.spans = spans + drawn.spans
 
-    def draw_ahead(self, models: ModelPair, host: HostState, report: RoundObserver) -> HostState:
+    def prefetch(self, models: ModelPair, host: HostState, report: RoundObserver) -> HostState:
         """Draw the samples of the next prompts, to be rewarded later; return the host with them.
 
         models: as they are after the host's updates. `report` hears of each round.
         """
 
-        def observe(phase: str, told: RoundReport | PhaseParts | None) -> None:
-            if isinstance(told, RoundReport):
-                report(told)
+        def observe(phase: str, event: RoundReport | PhaseParts | None) -> None:
+            if isinstance(event, RoundReport):
+                report(event)
 
         work = RollOut(host, self.stream.prompts, self.settings, self._later, observe)
         rows, position = self.stream.batches.take(host.position)

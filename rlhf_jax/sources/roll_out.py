@@ -121,8 +121,8 @@ class RollOut:
         with timed("inference", self.metrics, self.observe):
             if self.queue and self.rewards.models:
                 self.scored = self._scored_by_all(self.queue)
-            asked = np.repeat(rows, settings.samples_per_prompt)
-            responses = responses_of(samples, self.prompts, asked, self.rewards.tokenizer)
+            prompt_rows = np.repeat(rows, settings.samples_per_prompt)
+            responses = responses_of(samples, self.prompts, prompt_rows, self.rewards.tokenizer)
             began = time.perf_counter()
             known = self._known_results(samples)
             rewards, metrics = compute_rewards(responses, self.rewards, known)

@@ -98,7 +98,7 @@ class Rollouts:
                 [],
                 tokens=[0] * tokens,
                 logprobs=[0.0] * tokens,
-                support=[np.zeros(top_k, np.int32)] * tokens if top_k else [],
+                top_k_ids=[np.zeros(top_k, np.int32)] * tokens if top_k else [],
             )
             for row in np.repeat(rows, settings.samples_per_prompt)
         ]

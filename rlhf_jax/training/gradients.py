@@ -146,7 +146,7 @@ def sum_gradients(
             total = execute(no_gradient, model, names=names, layout=settings.layout)
         total = execute(accumulate, total, model, placed, ends, **how)
         if progress is not None:  # a copy, for the sum itself is used up by the next
-            told = jnp.copy(next(iter(total.metrics.values())))
-            progress.hand(learner.call, began, told, batch)
+            metric = jnp.copy(next(iter(total.metrics.values())))
+            progress.hand(learner.call, began, metric, batch)
     assert total is not None
     return total

@@ -8,7 +8,7 @@ from rlhf_jax.losses.kl import bounded
 from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.types import Array
 
-__all__ = ["importance_weights", "weigh_advantages"]
+__all__ = ["importance_weights", "truncated_importance_sampling"]
 
 
 def importance_weights(logprobs: Array, sampled: Array, mask: Array, clip: float) -> np.ndarray:
@@ -21,7 +21,9 @@ def importance_weights(logprobs: Array, sampled: Array, mask: Array, clip: float
     return np.minimum(np.exp(bounded(log_ratio)), clip).astype(np.float32)
 
 
-def weigh_advantages(batch: Sequences, clip: float) -> tuple[Sequences, dict[str, float]]:
+def truncated_importance_sampling(
+    batch: Sequences, clip: float
+) -> tuple[Sequences, dict[str, float]]:
     """Weigh the advantages of host arrays by `importance_weights`, and measure these.
 
     `lag/kl` estimates KL(sampler || policy now), in nats a token, by mean(r - 1 - log r); of the

@@ -167,7 +167,7 @@ def token_terms(
         hidden,
         batch.targets,
         batch.mask,
-        support=batch.columns.get("top_k_ids"),
+        top_k_ids=batch.columns.get("top_k_ids"),
         temperature=settings.temperature,
         entropy=settings.entropy_coefficient != 0,
         chunk=settings.chunk,

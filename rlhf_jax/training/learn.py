@@ -321,9 +321,9 @@ def _has_moved(learner: Learner, gradient: Gradient) -> bool:
     limit = learner.settings.target_kl
     if not limit or "kl/old" not in gradient.metrics:
         return False
-    told = to_host.fetch(gradient.metrics)
-    finite = np.isfinite([*told.values()]).all()
-    return bool(finite and told["kl/old"] > limit)
+    metrics = to_host.fetch(gradient.metrics)
+    finite = np.isfinite([*metrics.values()]).all()
+    return bool(finite and metrics["kl/old"] > limit)
 
 
 def _means(
@@ -382,10 +382,10 @@ def _learning_rates(models: Models, learners: Learners) -> dict[str, float]:
 
 def _not_finite(batch: Sequences) -> str:
     """Say how many numbers of which column are not finite, of those that tokens have."""
-    told = ""
+    counts = ""
     tokens = int(batch.mask.sum())
     for name, numbers in batch.columns.items():
         if numbers.shape == batch.mask.shape:
             bad = int((~np.isfinite(numbers[batch.mask])).sum())
-            told += f", where {bad} of {tokens} {name.replace('_', ' ')} are not" * (bad > 0)
-    return told
+            counts += f", where {bad} of {tokens} {name.replace('_', ' ')} are not" * (bad > 0)
+    return counts

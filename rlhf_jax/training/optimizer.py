@@ -80,8 +80,8 @@ def clip_by_norm(limit: float) -> optax.GradientTransformation:
 def _norms_and_finite(gradients: tuple[Gradient, ...]) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Compute them of gradients that lie together, with one flag for all."""
     norms = tuple(optax.global_norm(gradient.weights) for gradient in gradients)
-    told = [number for gradient in gradients for number in gradient.metrics.values()]
-    return norms, jnp.isfinite(jnp.stack([*norms, *told])).all()
+    metrics = [number for gradient in gradients for number in gradient.metrics.values()]
+    return norms, jnp.isfinite(jnp.stack([*norms, *metrics])).all()
 
 
 def norms_and_finite(

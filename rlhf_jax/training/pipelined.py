@@ -55,7 +55,7 @@ class RunningStage:
     kept: dict[int, tuple[jax.Array | None, Any]] = dataclasses.field(default_factory=dict)
     # by micro-batch: what waits for the stage after this one, and for the one before
     gave: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
-    pulled: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
+    cotangents: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
 
 
 class RunningCopy(NamedTuple):
@@ -95,14 +95,14 @@ def sum_pipelined(
             _go_backward(copy.stages, place, number, execute)
         if progress is None:
             continue
-        if progress.heard_task is not None:
-            _tell_task(learner.call, began, copies, task, progress.heard_task)
+        if progress.record_task is not None:
+            _record_task(learner.call, began, copies, task, progress.record_task)
         last = place == len(copy.stages) - 1 and copy is copies[-1]
         if task["kind"] == BACKWARD and last:
             metrics = typed(Gradient, copy.stages[place].total).metrics
             # A copy, for the sum itself is used up by the next.
-            told = jnp.copy(next(iter(metrics.values())))
-            progress.hand(learner.call, began, told, batches[task["pipe"]][number])
+            metric = jnp.copy(next(iter(metrics.values())))
+            progress.hand(learner.call, began, metric, batches[task["pipe"]][number])
     found = []
     for copies, learner in zip(pipes, learners, strict=True):
         of_copies = []
@@ -177,33 +177,33 @@ def _go_backward(pipe: list[RunningStage], place: int, number: int, execute: Exe
     """Add a stage's gradient of a micro-batch to its sum."""
     own = pipe[place]
     given, needed = own.kept.pop(number)
-    pulled = None
+    cotangent = None
     if own.stage.loss is None:
-        pulled = send(pipe[place + 1].pulled.pop(number), own.stage.settings.layout)
-    own.total, onward = run_backward(own, given, needed, pulled, execute)
+        cotangent = send(pipe[place + 1].cotangents.pop(number), own.stage.settings.layout)
+    own.total, onward = run_backward(own, given, needed, cotangent, execute)
     if onward is not None:
-        own.pulled[number] = onward
+        own.cotangents[number] = onward
 
 
 def run_backward(
-    own: RunningStage, given: Any, needed: PackedSequences, pulled: Any, execute: Execute
+    own: RunningStage, given: Any, needed: PackedSequences, cotangent: Any, execute: Execute
 ) -> tuple[Gradient, jax.Array | None]:
     """Run `backward` of a stage's micro-batch on its sum so far, which begins with nothing."""
-    told = {"stage": own.stage}
+    options = {"stage": own.stage}
     total = own.total
     if total is None:
-        first, _ = backward.eval_shape(None, own.part, given, needed, pulled, **told)
+        first, _ = backward.eval_shape(None, own.part, given, needed, cotangent, **options)
         begun = {"names": tuple(first.metrics), "layout": own.stage.settings.layout}
         total = execute(no_gradient, own.part, **begun)
-    return execute(backward, total, own.part, given, needed, pulled, **told)
+    return execute(backward, total, own.part, given, needed, cotangent, **options)
 
 
-def _tell_task(
+def _record_task(
     call: str,
     began: float,
     copies: list[RunningCopy],
     task: np.void,
-    heard: Callable[[PipelineTask, jax.Array], None],
+    progress: Callable[[PipelineTask, jax.Array], None],
 ) -> None:
     """Tell of a task that was dispatched, with an array that is there when it is done."""
     place = int(task["stage"])
@@ -216,7 +216,7 @@ def _tell_task(
     if kind == "forward":
         result = own.gave.get(number)  # none of the last stage
     elif place:
-        result = own.pulled[number]
+        result = own.cotangents[number]
     else:  # Nothing goes on; of a sum that the next task uses up, a copy of a small part.
         summed = jax.tree.leaves(typed(Gradient, own.total).weights.layers)
         result = jnp.copy(min(summed, key=jnp.size))
@@ -226,4 +226,4 @@ def _tell_task(
         layouts = [one.stage.settings.layout for copy in copies for one in copy.stages]
         nodes = sorted(layout.devices.flat[0].id for layout in layouts)
         lane = nodes.index(own.stage.settings.layout.devices.flat[0].id)
-        heard(PipelineTask(call, began, lane, *names), result)
+        progress(PipelineTask(call, began, lane, *names), result)

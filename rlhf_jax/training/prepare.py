@@ -10,7 +10,7 @@ from rlhf_jax.config.algorithms import algorithm_of
 from rlhf_jax.config.schema import Config
 from rlhf_jax.inference.logprobs import mismatch
 from rlhf_jax.sequences.batch import Sequences
-from rlhf_jax.training.importance import weigh_advantages
+from rlhf_jax.training.importance import truncated_importance_sampling
 
 
 def prepare(
@@ -24,7 +24,7 @@ def prepare(
     known = scored.with_columns(kl_weight=np.array(kl_coefficient, np.float32))
     batch, metrics = algorithm_of(config).prepare(known, config)
     if behind is not None:
-        batch, weights = weigh_advantages(batch, config.training.lag_clip)
+        batch, weights = truncated_importance_sampling(batch, config.training.lag_clip)
         metrics = metrics | weights | {"lag/updates": float(behind)}
     drawn_from, now = (scored.columns.get(name) for name in ("sampled_logprobs", "logprobs"))
     if drawn_from is not None and now is not None and not behind:

@@ -74,9 +74,9 @@ def schedule_of(
         if taken is None:
             copies = copies_of(learner)
             leaves, tree = jax.tree.flatten(rows_of_copy(own[0], 0, len(copies)))
-            told = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+            shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
             stages = tuple(stages_of(copies[0]))
-            work = PipelineWork(model.config, stages, len(copies), told, tree)
+            work = PipelineWork(model.config, stages, len(copies), shapes, tree)
             taken = count_stages(work, kept)
         found.append(taken._replace(micro_batches=len(own), kept=kept))
     return _find_schedule(tuple(found))
@@ -120,9 +120,9 @@ def count_stages(work: PipelineWork, kept: float) -> StageTimes:
         part = stage.without_others(whole)
         received = None if stage.reads_tokens else given
         needed = stage.needed(batch)
-        pulled = None if stage.loss else given
+        cotangent = None if stage.loss else given
         run = functools.partial(backward, stage=stage)
-        back = flops_of(run, None, part, received, needed, pulled) / 1e9
+        back = flops_of(run, None, part, received, needed, cotangent) / 1e9
         if stage.loss:
             return 0.0, back
         run = functools.partial(forward, stage=stage)

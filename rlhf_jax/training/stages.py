@@ -131,8 +131,12 @@ def join(sums: list[Gradient], layout: Layout, execute: Execute) -> Gradient:
         *[one.weights.layers for one in sums],
     )
     metrics = sums[-1].metrics
-    told = [jax.tree.map(functools.partial(send, layout=own), metrics) for own in slices]
-    metrics = jax.tree.map(_join_shards, metrics, model_shardings(metrics, layout), *told)
+    metrics_of_slices = [
+        jax.tree.map(functools.partial(send, layout=own), metrics) for own in slices
+    ]
+    metrics = jax.tree.map(
+        _join_shards, metrics, model_shardings(metrics, layout), *metrics_of_slices
+    )
     return Gradient(dataclasses.replace(found, layers=layers, **ends), metrics)
 
 
@@ -220,7 +224,7 @@ def backward(
     part: Model,
     given: jax.Array | None,
     batch: PackedSequences,
-    pulled: jax.Array | None,
+    cotangent: jax.Array | None,
     *,
     stage: Stage,
 ) -> tuple[Gradient, jax.Array | None]:
@@ -237,7 +241,7 @@ def backward(
 
     part = cast(part, settings.layout.dtype)
     found, pull, metrics = jax.vjp(run, part, given, has_aux=True)
-    weights, onward = pull(jnp.ones_like(found) if pulled is None else pulled)
+    weights, onward = pull(jnp.ones_like(found) if cotangent is None else cotangent)
     onward = None if onward is None else _pin(onward, settings.layout)
     return add_gradient(total, weights, metrics, settings), onward
 

@@ -197,10 +197,10 @@ def _likelihoods(common: np.ndarray, tried: _Tried) -> np.ndarray:
         beliefs = list(alike)
         near = _near(common, references, beliefs[0])
         # Chances are asked for at three lengths alone, for strays of any share.
-        asked = (references.since, tried.tokens - tried.finished, tried.tokens)
+        lengths = (references.since, tried.tokens - tried.finished, tried.tokens)
         both = [
             (length_model.chance(near, at), length_model.chance(everyone, at, first))
-            for at in asked
+            for at in lengths
         ]
         for belief in beliefs:
             since, low, high = (

@@ -152,7 +152,7 @@ def run_round(
 
     path = trees.path_to(tree, last)
     depth = jnp.take_along_axis(tree.depth, last[:, None], axis=1)[:, 0]
-    emission = emit(state, path, Draw(token, logprob, drawn.support), depth, stop_tokens)
+    emission = emit(state, path, Draw(token, logprob, drawn.top_k_ids), depth, stop_tokens)
     state = commit(state, window, path, emission, layout=layout)
     return pin_rows(state, layout), pin_rows(emission, layout)
 
@@ -229,11 +229,13 @@ def emit(
     to_stop = jnp.where(stops.any(1), first_stop, path.shape[1] + 1)
     count = jnp.minimum(jnp.minimum(depth + 1, to_stop), state.limit - state.length)
     count = jnp.where(state.done, 0, count)
-    support = draws.support
+    top_k_ids = draws.top_k_ids
     return Emission(
         tokens=tokens,
         logprobs=jnp.take_along_axis(draws.logprob, path, axis=1),
-        support=None if support is None else jnp.take_along_axis(support, path[..., None], axis=1),
+        top_k_ids=None
+        if top_k_ids is None
+        else jnp.take_along_axis(top_k_ids, path[..., None], axis=1),
         count=count,
         accepted=jnp.minimum(depth, count),
         path=path,

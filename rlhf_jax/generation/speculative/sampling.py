@@ -89,7 +89,7 @@ class Draw(NamedTuple):
 
     token: Array  # [...] int32
     logprob: Array  # [...] float32, under the truncated, renormalised distribution
-    support: Array | None  # [..., top_k] int32, the kept tokens (-1: absent); None without top-k
+    top_k_ids: Array | None  # [..., top_k] int32, the kept tokens (-1: absent); None without top-k
 
 
 # Noise
@@ -248,7 +248,7 @@ def draw(
         return drawn
     among = jnp.take_along_axis(z, ids, -1) > -jnp.inf
     among &= ~_is_greedy(temperature) | (jnp.arange(ids.shape[-1]) == 0)
-    return drawn._replace(support=_fill(jnp.where(among, ids, -1), truncation.top_k))
+    return drawn._replace(top_k_ids=_fill(jnp.where(among, ids, -1), truncation.top_k))
 
 
 def draw_inside(

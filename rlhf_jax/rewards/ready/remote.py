@@ -65,8 +65,8 @@ def http(url: str, *, headers: Mapping[str, str] = {}, retries: int = 3) -> Asyn
     """
 
     async def reward(prompt: str, response: str, row: dict[str, Any]) -> Any:
-        asked = {"prompt": prompt, "response": response, "row": row}
-        found = await ask(url, asked, headers, retries)
+        payload = {"prompt": prompt, "response": response, "row": row}
+        found = await post_json(url, payload, headers, retries)
         if isinstance(found, dict):
             return found["reward"], found.get("numbers", {})
         return found
@@ -98,13 +98,13 @@ def judge(
         filled = template.format(question=question, prompt=prompt, response=response)
         key = os.environ.get(key_variable)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        asked = {
+        payload = {
             "model": model,
             "messages": [{"role": "user", "content": filled}],
             "temperature": 0,
             "max_tokens": max_tokens,
         }
-        found = await ask(f"{url.rstrip('/')}/chat/completions", asked, headers, retries)
+        found = await post_json(f"{url.rstrip('/')}/chat/completions", payload, headers, retries)
         choice = found["choices"][0]
         if choice.get("finish_reason") == "length":
             raise ValueError(f"the judge did not end within max_tokens = {max_tokens}: raise it")
@@ -143,7 +143,7 @@ def _clear_numbers(answer: str) -> list[str]:
     return list(dict.fromkeys(one[0] for one in found))
 
 
-async def ask(url: str, asked: Any, headers: Mapping[str, str], retries: int) -> Any:
+async def post_json(url: str, payload: Any, headers: Mapping[str, str], retries: int) -> Any:
     """Return what a server answers to JSON; raises ValueError, in one sentence, where it fails."""
     loop = asyncio.get_running_loop()
     if loop not in _clients:
@@ -152,7 +152,7 @@ async def ask(url: str, asked: Any, headers: Mapping[str, str], retries: int) ->
     for tries in range(retries + 1):
         pause = FIRST_PAUSE * 2**tries
         try:
-            answer = await _post(_clients[loop], url, asked, headers)
+            answer = await _post(_clients[loop], url, payload, headers)
         except httpx.TransportError as error:
             why = f"could not be asked ({type(error).__name__}: {error})"
         else:
@@ -163,7 +163,7 @@ async def ask(url: str, asked: Any, headers: Mapping[str, str], retries: int) ->
                 why = f"leads to {answer.headers.get('location')!r}: give that address"
             if answer.status_code != 429 and answer.status_code < 500:
                 break
-            pause = _asked_pause(answer, pause)
+            pause = _retry_after(answer, pause)
             if pause > LONGEST_PAUSE:
                 why = f"answered {answer.status_code} and wants {pause:.0f} s of pause"
                 break
@@ -173,10 +173,10 @@ async def ask(url: str, asked: Any, headers: Mapping[str, str], retries: int) ->
 
 
 async def _post(
-    client: httpx.AsyncClient, url: str, asked: Any, headers: Mapping[str, str]
+    client: httpx.AsyncClient, url: str, payload: Any, headers: Mapping[str, str]
 ) -> httpx.Response:
     """Send JSON; follow redirects that keep the request, as long as they stay on the host."""
-    answer = await client.post(url, json=asked, headers=dict(headers))
+    answer = await client.post(url, json=payload, headers=dict(headers))
     for _ in range(MOST_REDIRECTS):
         following = answer.next_request
         if answer.status_code not in (307, 308) or following is None:
@@ -199,13 +199,13 @@ def _content(url: str, answer: httpx.Response) -> Any:
         raise ValueError(f"{url} answered no JSON but {answer.text[:60]!r}") from error
 
 
-def _asked_pause(answer: httpx.Response, otherwise: float) -> float:
+def _retry_after(answer: httpx.Response, otherwise: float) -> float:
     """Return for how many seconds a server wants to be left alone: RFC 9110, section 10.2.3."""
-    asked = answer.headers.get("retry-after", "").strip()
-    if asked.isascii() and asked.isdigit():
-        return float(asked)
+    header = answer.headers.get("retry-after", "").strip()
+    if header.isascii() and header.isdigit():
+        return float(header)
     try:
-        until = email.utils.parsedate_to_datetime(asked)
+        until = email.utils.parsedate_to_datetime(header)
     except ValueError:
         return otherwise
     if until.tzinfo is None:  # -0000 is UTC

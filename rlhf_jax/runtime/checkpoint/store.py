@@ -125,8 +125,8 @@ class Checkpoints:
         except Exception as failure:
             if error is None:
                 raise
-            for said in [str(failure), *getattr(failure, "__notes__", ())]:
-                error.add_note(said)
+            for note in [str(failure), *getattr(failure, "__notes__", ())]:
+                error.add_note(note)
 
     def save(self, step: int, state: Any, host: Mapping[str, Any]) -> None:
         """Start saving; the caller may donate `state` and change `host` as soon as this returns.
@@ -209,8 +209,8 @@ class Checkpoints:
                     with reading(folder / STATE):
                         proof.check(folder / STATE)
                 except Damaged as damage:
-                    said = f"is damaged ({damage}), and would be moved aside"
-                    print(f"warning: the checkpoint of step {step} {said}.", file=sys.stderr)
+                    finding = f"is damaged ({damage}), and would be moved aside"
+                    print(f"warning: the checkpoint of step {step} {finding}.", file=sys.stderr)
                 else:
                     return step
         _require_none(self._folder)
@@ -354,8 +354,8 @@ def _read_state(folder: Path, saved: dict[str, list], template: Any) -> Any:
         place = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         wanted[names[name]] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
     own, others = divided.own_and_others(wanted)
-    asked = {name: ocp.ArrayRestoreArgs(sharding=leaf.sharding) for name, leaf in own.items()}
-    arguments = ocp.args.PyTreeRestore(own, restore_args=asked, partial_restore=True)
+    restored = {name: ocp.ArrayRestoreArgs(sharding=leaf.sharding) for name, leaf in own.items()}
+    arguments = ocp.args.PyTreeRestore(own, restore_args=restored, partial_restore=True)
 
     def read_arrays() -> dict[str, jax.Array]:
         # Without orbax's Checkpointer, in which a process whose part is damaged would leave the

@@ -22,7 +22,7 @@ from rlhf_jax.placement.grid import (
     over_grid,
     spread,
 )
-from rlhf_jax.placement.recut import Recut
+from rlhf_jax.placement.split_change import SplitChange
 
 
 class Placing(NamedTuple):
@@ -75,14 +75,14 @@ class Placing(NamedTuple):
         return [[column[device] for column in columns] for device in range(len(self.devices))]
 
 
-class Leg(NamedTuple):
+class ReshardStep(NamedTuple):
     """Say what one program does with one leaf, all of it on the same devices."""
 
     shape: tuple[int, ...]
     # ids of the devices, in the order of the grid
     devices: tuple[int, ...]
     # one after another: two where dimensions are split into parts that do not fit each other
-    recuts: tuple[Recut, ...]
+    changes: tuple[SplitChange, ...]
     # how many pieces of a part come in, or go out, by dimension; None: the leaf is one array
     enters: tuple[int, ...] | None = None
     leaves: tuple[int, ...] | None = None
@@ -90,16 +90,16 @@ class Leg(NamedTuple):
     @property
     def names(self) -> tuple[str, ...]:
         """Return names of the axes of the grid."""
-        return tuple(f"axis_{number}" for number in range(len(self.recuts[0].sizes)))
+        return tuple(f"axis_{number}" for number in range(len(self.changes[0].sizes)))
 
     def part_shape(self, *, outgoing: bool = False) -> tuple[int, ...]:
         """Return the shape of one device's part, or of one piece of it, before or after the leg."""
-        recut = self.recuts[-1 if outgoing else 0]
-        held = recut.target if outgoing else recut.source
+        change = self.changes[-1 if outgoing else 0]
+        held = change.target if outgoing else change.source
         pieces = (self.leaves if outgoing else self.enters) or (1,) * len(self.shape)
         split = iter(axis is not None for axis in held)
         shape = []
-        for size, sizes, count in zip(self.shape, recut.digits, pieces, strict=True):
+        for size, sizes, count in zip(self.shape, change.digits, pieces, strict=True):
             parts = math.prod(radix for radix in sizes if next(split))
             shape.append(size // (parts * count))
         return tuple(shape)
@@ -109,14 +109,14 @@ class Leg(NamedTuple):
         pieces = (self.leaves if outgoing else self.enters) or ()
         return math.prod((*self.part_shape(outgoing=outgoing), *pieces))
 
-    def view(self, recut: Recut) -> tuple[int, ...]:
+    def view(self, change: SplitChange) -> tuple[int, ...]:
         """Return the shape of a device's part with an axis for each digit, of length 1 if split.
 
         Behind its digits each dimension has an axis of what is never split.
         """
-        held = iter(recut.source)
+        held = iter(change.source)
         view = []
-        for size, sizes in zip(self.shape, recut.digits, strict=True):
+        for size, sizes in zip(self.shape, change.digits, strict=True):
             view += [radix if next(held) is None else 1 for radix in sizes]
             view.append(size // math.prod(sizes))
         return tuple(view)
@@ -125,18 +125,18 @@ class Leg(NamedTuple):
         """Return how the arrays of the leaf are split over the mesh of the grid."""
         if (self.leaves if outgoing else self.enters) is not None:
             return PartitionSpec(self.names)
-        recut = self.recuts[-1 if outgoing else 0]
-        held = iter(recut.target if outgoing else recut.source)
+        change = self.changes[-1 if outgoing else 0]
+        held = iter(change.target if outgoing else change.source)
         split = []
-        for sizes in recut.digits:
+        for sizes in change.digits:
             own = [next(held) for _ in sizes]
             split.append(tuple(self.names[axis] for axis in own if axis is not None))
         return PartitionSpec(*([None] if stacked else []), *split)
 
 
-def recuts_between(
+def split_changes(
     shape: tuple[int, ...], before: Split, after: Split, sizes: tuple[int, ...]
-) -> tuple[Recut, ...]:
+) -> tuple[SplitChange, ...]:
     """Return how to come from a split to another over a grid."""
     axes = range(len(sizes))
     splits = [before, after]
@@ -149,5 +149,5 @@ def recuts_between(
         digits = digits_of(pair, sizes)
         assert digits is not None, "A split in between agrees with both."
         held = (axis_of_digits(split, digits) for split in pair)
-        found.append(Recut(sizes, digits, *held))
+        found.append(SplitChange(sizes, digits, *held))
     return tuple(found)

@@ -50,7 +50,7 @@ class Steps(NamedTuple):
         return self.senders != tuple(range(len(self.senders)))
 
 
-class Recut(NamedTuple):
+class SplitChange(NamedTuple):
     """Say how one leaf is split over a grid before and after."""
 
     # of the axes of the grid
@@ -119,35 +119,35 @@ class Recut(NamedTuple):
             yield offsets, list(zip(origins, range(len(origins)), strict=True))
 
 
-def recut_local(x: jax.Array, recut: Recut, names: tuple[str, ...]) -> jax.Array:
+def change_split(x: jax.Array, change: SplitChange, names: tuple[str, ...]) -> jax.Array:
     """Return a device's part of a leaf after its recut, inside `shard_map`; names: of the grid.
 
     x: its part before, digit by digit.
     """
-    steps = recut.steps
+    steps = change.steps
     for digit, axis in steps.cuts:
         number = jax.lax.axis_index(names[axis])
-        x = jax.lax.dynamic_slice_in_dim(x, number, 1, recut.places[digit])
+        x = jax.lax.dynamic_slice_in_dim(x, number, 1, change.places[digit])
     if steps.turns:
-        x = _exchange(x, steps, recut, names)
+        x = _exchange(x, steps, change, names)
     elif steps.swaps:
-        x = _swap_all(x, steps, recut, names)
+        x = _swap_all(x, steps, change, names)
     if not steps.gathers:
         return x
     parts = jax.lax.all_gather(x, tuple(names[axis] for _, axis in steps.gathers))
-    sizes = [recut.radices[digit] for digit, _ in steps.gathers]
-    places = [recut.places[digit] for digit, _ in steps.gathers]
+    sizes = [change.radices[digit] for digit, _ in steps.gathers]
+    places = [change.places[digit] for digit, _ in steps.gathers]
     # the digits' own axes have length 1
     parts = parts.reshape(*sizes, *np.delete(x.shape, places).tolist())
     order = np.argsort(places)
     return jnp.moveaxis(parts, order.tolist(), np.sort(places).tolist())
 
 
-def _swap_all(x: jax.Array, steps: Steps, recut: Recut, names: tuple[str, ...]) -> jax.Array:
+def _swap_all(x: jax.Array, steps: Steps, change: SplitChange, names: tuple[str, ...]) -> jax.Array:
     """Swap digits of the same axes, all in one all-to-all."""
-    new = [recut.places[swap.new] for swap in steps.swaps]
-    old = [recut.places[swap.old] for swap in steps.swaps]
-    sizes = [recut.radices[swap.new] for swap in steps.swaps]
+    new = [change.places[swap.new] for swap in steps.swaps]
+    old = [change.places[swap.old] for swap in steps.swaps]
+    sizes = [change.radices[swap.new] for swap in steps.swaps]
     parts = jnp.moveaxis(x, new, range(len(new)))
     parts = parts.reshape(-1, *parts.shape[len(new) :])
     along = tuple(names[swap.first] for swap in steps.swaps)
@@ -161,45 +161,45 @@ def _swap_all(x: jax.Array, steps: Steps, recut: Recut, names: tuple[str, ...]) 
     return jnp.moveaxis(parts, range(len(new)), new).transpose(order)
 
 
-def _exchange(x: jax.Array, steps: Steps, recut: Recut, names: tuple[str, ...]) -> jax.Array:
+def _exchange(x: jax.Array, steps: Steps, change: SplitChange, names: tuple[str, ...]) -> jax.Array:
     """Send digits from axis to axis, one round for each value of the digits that are swapped."""
     own = [jax.lax.axis_index(name) for name in names]
     found: jax.Array | None = None
-    for offsets, pairs in recut.rounds():
+    for offsets, pairs in change.rounds():
         part = x
         for swap, offset in zip(steps.swaps, offsets, strict=True):
-            value = (own[swap.last] - offset) % recut.sizes[swap.last]
-            part = jax.lax.dynamic_slice_in_dim(part, value, 1, recut.places[swap.new])
+            value = (own[swap.last] - offset) % change.sizes[swap.last]
+            part = jax.lax.dynamic_slice_in_dim(part, value, 1, change.places[swap.new])
         part = jax.lax.ppermute(part, names, pairs)
         if not steps.swaps:
             return part
         if found is None:
             shape = list(part.shape)
             for swap in steps.swaps:
-                shape[recut.places[swap.old]] = recut.sizes[swap.last]
+                shape[change.places[swap.old]] = change.sizes[swap.last]
             found = jnp.zeros(shape, x.dtype)
         start = [jnp.zeros((), jnp.int32)] * x.ndim
         for swap, offset in zip(steps.swaps, offsets, strict=True):
-            value = (own[swap.first] + offset) % recut.sizes[swap.last]
-            start[recut.places[swap.old]] = value
+            value = (own[swap.first] + offset) % change.sizes[swap.last]
+            start[change.places[swap.old]] = value
         found = jax.lax.dynamic_update_slice(found, part, start)
     assert found is not None, "There is at least one round."
     return found
 
 
-def received(recut: Recut, size: int) -> int:
+def received(change: SplitChange, size: int) -> int:
     """Count the entries that devices receive from others as a leaf of `size` entries is recut."""
-    steps = recut.steps
-    count = math.prod(recut.sizes)
-    held = [recut.radices[digit] for digit, axis in enumerate(recut.source) if axis is not None]
+    steps = change.steps
+    count = math.prod(change.sizes)
+    held = [change.radices[digit] for digit, axis in enumerate(change.source) if axis is not None]
     part = size // math.prod(held)
-    part //= math.prod(recut.radices[digit] for digit, _ in steps.cuts)
-    values = math.prod(recut.sizes[swap.last] for swap in steps.swaps)
+    part //= math.prod(change.radices[digit] for digit, _ in steps.cuts)
+    values = math.prod(change.sizes[swap.last] for swap in steps.swaps)
     found = 0
     if steps.turns:
-        pairs = [pair for _, pairs in recut.rounds() for pair in pairs]
+        pairs = [pair for _, pairs in change.rounds() for pair in pairs]
         found += sum(origin != end for origin, end in pairs) * (part // values)
     else:
         found += count * (part - part // values)
-    copies = math.prod(recut.radices[digit] for digit, _ in steps.gathers)
+    copies = math.prod(change.radices[digit] for digit, _ in steps.gathers)
     return found + count * part * (copies - 1)

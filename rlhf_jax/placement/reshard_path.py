@@ -15,18 +15,18 @@ from typing import NamedTuple
 import numpy as np
 
 from rlhf_jax.placement.grid import Split, common_grid, over_grid, spread
-from rlhf_jax.placement.leg import Leg, Placing, recuts_between
-from rlhf_jax.placement.recut import received
+from rlhf_jax.placement.reshard_step import Placing, ReshardStep, split_changes
+from rlhf_jax.placement.split_change import received
 
 
-class Route(NamedTuple):
+class ReshardPath(NamedTuple):
     """Say how a leaf comes to its devices: recut, sent in pieces to others, and recut there."""
 
-    first: Leg
+    first: ReshardStep
     # for each device of the second leg, its pieces: (id of the sender, number of the piece there)
     crossing: tuple[tuple[tuple[int, int], ...], ...] = ()
     # None where nothing crosses
-    second: Leg | None = None
+    second: ReshardStep | None = None
     # (id of a device of the second leg, id of another that shall hold the same)
     copies: tuple[tuple[int, int], ...] = ()
 
@@ -40,7 +40,7 @@ class BytesMoved(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def find_route(shape: tuple[int, ...], source: Placing, target: Placing) -> Route:
+def find_path(shape: tuple[int, ...], source: Placing, target: Placing) -> ReshardPath:
     """Return the way of a leaf: at most one copy crosses to other devices, in parts.
 
     Devices that stay, but whose two meshes have no grid in common, send to each other, too.
@@ -53,7 +53,7 @@ def find_route(shape: tuple[int, ...], source: Placing, target: Placing) -> Rout
     if found is None:
         receiving = _receiving(shape, source.parts, target)
         found = _cross(shape, source, target, receiving=receiving)
-    if _received(found) <= 2 * lacking(shape, source, target):
+    if _received(found) <= 2 * missing_entries(shape, source, target):
         return found
     # Some have much of their parts already: each is sent what it lacks, and no copy is shared.
     return _cross(shape, source, target, receiving=target)
@@ -61,24 +61,24 @@ def find_route(shape: tuple[int, ...], source: Placing, target: Placing) -> Rout
 
 def traffic(shape: tuple[int, ...], source: Placing, target: Placing) -> BytesMoved:
     """Count the entries of a leaf that go from device to device."""
-    route = find_route(shape, source, target)
-    return BytesMoved(lacking(shape, source, target), _received(route))
+    path = find_path(shape, source, target)
+    return BytesMoved(missing_entries(shape, source, target), _received(path))
 
 
-def _received(route: Route) -> int:
+def _received(path: ReshardPath) -> int:
     """Count the entries that devices receive from others on a way."""
-    recuts = route.first.recuts
+    changes = path.first.changes
     found = 0
-    if route.second is not None:
-        recuts += route.second.recuts
-        size = math.prod(route.second.part_shape())
-        for device, pieces in zip(route.second.devices, route.crossing, strict=True):
+    if path.second is not None:
+        changes += path.second.changes
+        size = math.prod(path.second.part_shape())
+        for device, pieces in zip(path.second.devices, path.crossing, strict=True):
             found += size * sum(sender != device for sender, _ in pieces)
-        found += len(route.copies) * math.prod(route.second.part_shape(outgoing=True))
-    return found + sum(received(recut, math.prod(route.first.shape)) for recut in recuts)
+        found += len(path.copies) * math.prod(path.second.part_shape(outgoing=True))
+    return found + sum(received(change, math.prod(path.first.shape)) for change in changes)
 
 
-def lacking(shape: tuple[int, ...], source: Placing, target: Placing) -> int:
+def missing_entries(shape: tuple[int, ...], source: Placing, target: Placing) -> int:
     """Count the entries of their new parts that devices do not hold before."""
     before = dict(zip(source.devices, source.bounds(shape), strict=True))
     found = 0
@@ -107,7 +107,7 @@ def _narrowed(source: Placing, target: Placing) -> Placing:
     return Placing(tuple(devices.ravel().tolist()), devices.shape, source.split)
 
 
-def _stay(shape: tuple[int, ...], source: Placing, target: Placing) -> Route | None:
+def _stay(shape: tuple[int, ...], source: Placing, target: Placing) -> ReshardPath | None:
     """Return the way on the same devices, which may be in another order."""
     order = tuple(map(source.devices.index, target.devices))
     grid = common_grid(source.sizes, target.sizes, order)
@@ -115,26 +115,28 @@ def _stay(shape: tuple[int, ...], source: Placing, target: Placing) -> Route | N
         return None
     before = over_grid(source.split, grid.source)
     after = over_grid(target.split, grid.target)
-    recuts = recuts_between(shape, before, after, sizes=grid.sizes)
-    return Route(Leg(shape, source.devices, recuts))
+    changes = split_changes(shape, before, after, sizes=grid.sizes)
+    return ReshardPath(ReshardStep(shape, source.devices, changes))
 
 
-def _cross(shape: tuple[int, ...], source: Placing, target: Placing, receiving: Placing) -> Route:
+def _cross(
+    shape: tuple[int, ...], source: Placing, target: Placing, receiving: Placing
+) -> ReshardPath:
     """Return the way on which each block of a leaf goes where it is received, and is recut there.
 
     Blocks are the largest of which the parts on both sides consist. What some of the target's
     devices receive goes from these to the others.
     """
     counts = tuple(map(math.lcm, source.parts, receiving.parts))
-    still = recuts_between(shape, source.split, source.split, source.sizes)
-    recuts = recuts_between(shape, receiving.split, target.split, receiving.sizes)
+    still = split_changes(shape, source.split, source.split, source.sizes)
+    changes = split_changes(shape, receiving.split, target.split, receiving.sizes)
     firsts = np.reshape(receiving.devices, receiving.sizes)
     everywhere = np.broadcast_to(firsts, target.sizes).ravel().tolist()
     pairs = zip(everywhere, target.devices, strict=True)
-    return Route(
-        Leg(shape, source.devices, still, leaves=_quotients(counts, source.parts)),
+    return ReshardPath(
+        ReshardStep(shape, source.devices, still, leaves=_quotients(counts, source.parts)),
         _senders(counts, source, receiving),
-        Leg(shape, receiving.devices, recuts, enters=_quotients(counts, receiving.parts)),
+        ReshardStep(shape, receiving.devices, changes, enters=_quotients(counts, receiving.parts)),
         copies=tuple((first, other) for first, other in pairs if first != other),
     )
 

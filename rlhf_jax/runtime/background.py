@@ -16,7 +16,7 @@ class Abandoned(Exception):
     """Report to work beside that nobody waits for it any more."""
 
 
-class WorkBeside(Generic[Report, Made]):
+class BackgroundTask(Generic[Report, Made]):
     """Run `work` beside the caller; a context manager, which abandons it where it is left early.
 
     `work` gets a function to report with. What it reports is heard by the caller alone, on the
@@ -29,7 +29,7 @@ class WorkBeside(Generic[Report, Made]):
         self._pool = concurrent.futures.ThreadPoolExecutor(1, name)
         self._result = self._pool.submit(work, self._report)
 
-    def __enter__(self) -> WorkBeside[Report, Made]:
+    def __enter__(self) -> BackgroundTask[Report, Made]:
         return self
 
     def __exit__(self, *_: object) -> None:

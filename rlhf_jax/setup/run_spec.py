@@ -46,7 +46,7 @@ ENDS = "the tokens that end a text"  # as an identity names them; checkpoints of
 
 
 @dataclasses.dataclass(frozen=True)
-class Opened:
+class RunSpec:
     """Hold what a config describes, opened and checked; no weight is loaded."""
 
     config: Config
@@ -102,7 +102,7 @@ def date_of_run(config: Config) -> str:
     return saved.get("data.date") or datetime.date.today().isoformat()
 
 
-def prepare(config: Config) -> Opened:
+def prepare(config: Config) -> RunSpec:
     """Open what the config names.
 
     Raises ValueError or OSError, in one sentence, for the first thing that is wrong.
@@ -124,7 +124,7 @@ def prepare(config: Config) -> Opened:
     if config.evaluation.every:
         held_out, held_out_given = _read_samples(config, policy, "eval")
 
-    opened = Opened(
+    spec = RunSpec(
         config=config,
         policy=policy,
         drafter=drafter,
@@ -140,32 +140,32 @@ def prepare(config: Config) -> Opened:
         remat=True,
         remat_reason="",
     )
-    for prompts in (opened.prompts, opened.held_out):
+    for prompts in (spec.prompts, spec.held_out):
         if prompts is not None:
             check_columns(signatures, prompts.rows)
-    validation.validate_models(config, opened.models)
+    validation.validate_models(config, spec.models)
     validation.validate_student(config, policy.config, drafter and drafter.config)
-    return _placed(opened)
+    return _placed(spec)
 
 
-def _placed(opened: Opened) -> Opened:
+def _placed(spec: RunSpec) -> RunSpec:
     """Place the calls of a run on its devices, and settle whether layers are computed again."""
-    config = opened.config
+    config = spec.config
     devices = jax.devices()
     slices = [getattr(device, "slice_index", 0) for device in devices]
     in_slice = slices.count(slices[0])
-    plan, reasons = place_calls(config, opened.models, devices[0], len(devices), in_slice)
+    plan, reasons = place_calls(config, spec.models, devices[0], len(devices), in_slice)
     layouts = plan.layouts(devices)
     limit = estimate.memory_for_remat(config, jax.local_devices()[0])
-    without = estimate.fullest(config, opened.models, plan, layouts, remat=False)
+    without = estimate.fullest(config, spec.models, plan, layouts, remat=False)
     remat, reason = estimate.settle_remat(config, without, limit)
-    opened = dataclasses.replace(
-        opened, plan=plan, layouts=layouts, kernel_reasons=reasons, remat=remat, remat_reason=reason
+    spec = dataclasses.replace(
+        spec, plan=plan, layouts=layouts, kernel_reasons=reasons, remat=remat, remat_reason=reason
     )
     if distributed.leads():
-        for sentence in _doubts(opened):
+        for sentence in _model_warnings(spec):
             warnings.warn(sentence, stacklevel=1)
-    return opened
+    return spec
 
 
 def _open_dated(path: str, config: Config) -> Source:
@@ -218,10 +218,10 @@ def _read_prompts(config: Config, policy: Source, key: str) -> Prompts:
     )
 
 
-def _doubts(opened: Opened) -> Iterator[str]:
+def _model_warnings(spec: RunSpec) -> Iterator[str]:
     """Say what a run does that hardly is meant: waits for networks, idles, or never ends a text."""
-    config = opened.config
-    layouts = opened.layouts
+    config = spec.config
+    layouts = spec.layouts
     if layout := layouts.get("generation"):
         sharing = len(layout.owners)
         across = sharing // layout.slices
@@ -231,41 +231,41 @@ def _doubts(opened: Opened) -> Iterator[str]:
                 f" waits for the network between them; mesh.slices={sharing} keeps it within one."
             )
     yield from bubble_warnings(
-        PlannedRun(config, opened.models, training_layout(layouts), opened.remat, layouts)
+        PlannedRun(config, spec.models, training_layout(layouts), spec.remat, layouts)
     )
-    source = opened.policy
+    source = spec.policy
     stops = bool(config.generation.stop_strings)
-    if said := source.ends.warning(source.path, has_stop_strings=stops):
-        yield said
+    if warning := source.ends.warning(source.path, has_stop_strings=stops):
+        yield warning
 
 
-def identity(opened: Opened) -> dict[str, Any]:
+def identity(spec: RunSpec) -> dict[str, Any]:
     """Return what a checkpoint must share with the run that goes on from it, by name."""
     # First what another difference may come of: templates that print the day make other prompts.
-    found: dict[str, Any] = {"data.date": opened.config.data.date}
-    critic = opened.critic if derived.critics(opened.config) else None
-    for name, model in (("policy", opened.policy), ("critic", critic)):
+    found: dict[str, Any] = {"data.date": spec.config.data.date}
+    critic = spec.critic if derived.critics(spec.config) else None
+    for name, model in (("policy", spec.policy), ("critic", critic)):
         shape = dataclasses.asdict(model.config) if model else {}
         found |= {f"the {name}'s {field}": value for field, value in shape.items()}
 
-    found[ENDS] = list(opened.policy.stop_tokens)
-    loaded = {"policy": opened.policy, "critic": critic}
-    loaded |= dict(zip(opened.config.reward.models, opened.rewards, strict=True))
+    found[ENDS] = list(spec.policy.stop_tokens)
+    loaded = {"policy": spec.policy, "critic": critic}
+    loaded |= dict(zip(spec.config.reward.models, spec.rewards, strict=True))
     found |= {f"the weights of the {name}": digest(one) for name, one in loaded.items() if one}
 
-    for name, prompts in (("data.train", opened.prompts), ("data.eval", opened.held_out)):
+    for name, prompts in (("data.train", spec.prompts), ("data.eval", spec.held_out)):
         if prompts:
             tokens = b"".join(np.append(tokens, -1).tobytes() for tokens in prompts.tokens)
             rows = json.dumps(prompts.rows, sort_keys=True, default=repr).encode()
             found[f"the prompts of {name}"] = hashlib.sha256(tokens + rows).hexdigest()[:16]
-    return found | binding_settings(opened.config)
+    return found | binding_settings(spec.config)
 
 
-def check_alike(opened: Opened) -> None:
+def check_alike(spec: RunSpec) -> None:
     """Raise ValueError where a process was given another config, model or data than the leader."""
     if not distributed.started():
         return
-    found = distributed.gather(identity(opened) | flat(opened.config))
+    found = distributed.gather(identity(spec) | flat(spec.config))
     for rank, other in enumerate(found):
         for key, value in found[0].items():
             if other.get(key) != value:
@@ -277,8 +277,8 @@ def check_alike(opened: Opened) -> None:
 
 def register_own(config: Config) -> None:
     """Register the drafters and families that a config names by FILE.py:NAME; again is no harm."""
-    for spec in config.generation.drafters:
-        found = load_named(spec, "generation.drafters")
+    for name in config.generation.drafters:
+        found = load_named(name, "generation.drafters")
         register_drafter(found() if isinstance(found, type) else found)
-    for spec in config.model.families:
-        register_family(load_named(spec, "model.families"))
+    for name in config.model.families:
+        register_family(load_named(name, "model.families"))
