@@ -255,7 +255,7 @@ def prices(table: pricing.Table, runs: Sequence[Run]) -> float | None:
 
 
 def priced_ratio(priced: dict[str, float | None]) -> float | None:
-    """Adaptive over the best of the others, None where one of them is not known."""
+    """Adaptive over the best of the others, None if one of them is not known."""
     others = [name for name in priced if name != "adaptive"]
     known = all(priced[name] is not None for name in others)
     return (
@@ -266,7 +266,7 @@ def priced_ratio(priced: dict[str, float | None]) -> float | None:
 
 
 def quotient(figures: dict[str, float | None], above: str, below: str) -> float | None:
-    """One figure over another, None where one of them is not known."""
+    """One figure over another, None if one of them is not known."""
     over = figures[above]
     under = figures[below]
     return None if over is None or not under else over / under

@@ -179,13 +179,13 @@ def calls(run: Callable, inputs: tuple, in_place: bool) -> tuple:
 
 
 def floor(problem: Problem, kind: str) -> float | None:
-    """Seconds that the device needs at least; None where its peaks are not known."""
+    """Seconds that the device needs at least; None if its peaks are not known."""
     peaks = peaks_of(kind)
     return peaks and max(problem.bytes / peaks[0], problem.flops / peaks[1])
 
 
 def peaks_of(kind: str) -> tuple[float, float] | None:
-    """Bytes and operations a second of a device kind, or None where they are not known."""
+    """Bytes and operations a second of a device kind, or None if they are not known."""
     return next((peaks for name, peaks in PEAKS.items() if kind.startswith(name)), None)
 
 

@@ -116,7 +116,7 @@ def call_of(report: RoundReport) -> Call:
 
 
 def price(table: Table, reports: Iterable[RoundReport]) -> float | None:
-    """Seconds of all rounds by the table; None where one is of a call that was never timed."""
+    """Seconds of all rounds by the table; None if one is of a call that was never timed."""
     prices = [
         (seconds(table, call), count)
         for call, count in collections.Counter(map(call_of, reports)).items()
@@ -175,7 +175,7 @@ def ceilings(
 
 def accepted(observations: Sequence[Observations]) -> list[float | None]:
     """By depth, the share of likeliest drafts that were right where all before them were; None
-    where none was seen.
+    if none was seen.
     """
     tried = sum((one.offered > 0).sum(axis=0) for one in observations)
     right = sum(((one.offered > 0) & (one.ranks == 0)).sum(axis=0) for one in observations)

@@ -56,7 +56,7 @@ class Kernels:
 
     @property
     def tiled(self) -> bool:
-        """Say whether one of them wants a cache of whole tiles."""
+        """Return whether one of them wants a cache of whole tiles."""
         return not {*dataclasses.astuple(self)} <= {"reference", "cpu"}
 
 
@@ -74,7 +74,7 @@ def choose(
     wanted: one of WANTED by kernel; itemsize: bytes of a number that the models compute with;
     models: those that decode, the policy first. "auto" takes the platform's kernel where
     `measured.table` has it faster than the reference on that kind of device. Raises ValueError
-    where "pallas" is asked for and there is none.
+    if "pallas" is asked for and there is none.
     """
     names = {}
     reasons = {}
@@ -117,7 +117,7 @@ def names_on(kernel: str, platform: str) -> set[str]:
 
 
 def _missing(kernel: str, device: Device, itemsize: int, models: Sequence[Shape]) -> str | None:
-    """Say why a device has no such kernel for these models, or None where it has."""
+    """Say why a device has no such kernel for these models, or None if it has."""
     if device.platform not in PLATFORMS:
         return f"there is no kernel of its own for a {device.platform}"
     if device.platform != "gpu":

@@ -39,7 +39,7 @@ class Measurement:
 def summarise(
     kernel: str, device_kind: str, ratios: Sequence[float], *, jax: str, date: str
 ) -> Measurement | None:
-    """Summarise the ratios of a kernel's cases; None where they are fewer than `LEAST_CASES`."""
+    """Summarise the ratios of a kernel's cases; None if they are fewer than `LEAST_CASES`."""
     if len(ratios) < LEAST_CASES:
         return None
     quartile, median, _ = statistics.quantiles(ratios, n=4, method="inclusive")
@@ -56,7 +56,7 @@ def table() -> Mapping[tuple[str, str], Measurement]:
 def read(path: Path) -> dict[tuple[str, str], Measurement]:
     """Read the measurements of a file, by kernel and device kind.
 
-    Raises ValueError, in one sentence, where the file holds anything else.
+    Raises ValueError, in one sentence, if the file holds anything else.
     """
     try:
         rows = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Measures of a policy over held-out prompts."""
+"""Evaluate a policy on held-out prompts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class EvaluationReport:
 def evaluate(
     state: RunState, run: Run, observe: Observer = ignore
 ) -> tuple[RunState, EvaluationReport]:
-    """Measure the policy on held-out prompts, or the losses on held-out samples of given ones."""
+    """Evaluate the policy on held-out prompts, or the losses on given held-out samples."""
     observe("evaluation", None)
     if run.held_out is None:
         return _evaluate_policy(state, run, observe)
@@ -50,12 +50,12 @@ def evaluate(
 def _evaluate_policy(
     state: RunState, run: Run, observe: Observer
 ) -> tuple[RunState, EvaluationReport]:
-    """Measure the policy on the held-out prompts.
+    """Evaluate the policy on the held-out prompts.
 
-    The noise is not training's (another seed). It is the same every time, so two evaluations are
-    paired, and the text of the one before is the draft of this one; but where acceptance makes the
-    text depend on the drafts (`AcceptanceRule`), the noise is new. Samples that a measure failed on
-    are left out of its mean, and counted.
+    The noise is not training's (another seed), and the same every time, so that two evaluations are
+    paired, and the previous text is the draft of this one. If the text depends on the drafts
+    (`AcceptanceRule`), the noise is new. Samples on which a measure failed are excluded from its
+    mean and counted.
     """
     evaluation = run.evaluation
     settings = run.generation
@@ -101,17 +101,17 @@ def _evaluate_policy(
     means["eval/distinct_pairs"] = distinct_pairs([one.response for one in responses])
     means["eval/generation/tokens_per_round"] = counts.metrics(0.0)["generation/tokens_per_round"]
     report = EvaluationReport(means, table_of(responses, next(iter(scores.values())).values))
-    # Saved with the step after it: a run that is stopped between the two evaluates again, as the
-    # uninterrupted run did.
+    # Saved with the next step: a run that is stopped in between evaluates again on resuming, with
+    # the same result as the uninterrupted run.
     generation = dataclasses.replace(remembered(state.host), evaluated=evaluated)
     host = dataclasses.replace(state.host, generation=generation)
     return state._replace(host=host), report
 
 
 def _means(scores: Mapping[str, Scores]) -> dict[str, float]:
-    """Return the mean of each measure, of the numbers beside it, and on how many samples it failed.
+    """Return means of each measure and its further numbers, and the count of failed samples.
 
-    A measure that failed on none has no such count.
+    A measure without failures has no such count.
     """
     means = {}
     for name, found in scores.items():

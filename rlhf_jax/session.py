@@ -1,4 +1,4 @@
-"""What stands around the loop of steps: checkpoints, logs, progress, signals, the watchdog."""
+"""The surroundings of the training loop: checkpoints, logs, progress, signals, watchdog."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ from rlhf_jax.setup.settings import initial_host_state, restored_host_state
 from rlhf_jax.state import RunState
 from rlhf_jax.training.learn import NonFiniteStep
 
-# The word under which a signal is published to other processes.
+# The key under which a signal is published to other processes.
 STOP = "stop"
-# Seconds between two looks for a signal that another process was sent.
+# Seconds between two polls for a signal that another process received.
 LOOK_SECONDS = 1.0
-# Phases after the models are used up: in the second one samples of the next step are awaited.
+# Phases after the models are donated; in the second one samples of the next step are awaited.
 UPDATING = ("training", "waiting")
 
 
 class Session:
-    """Keep a run's files and signals while its steps are taken; a context manager.
+    """Manage a run's files and signals during its steps; a context manager.
 
-    Whatever ends the loop, the last state that is whole is saved: `restore`, `start`, `log` and
-    `save` are told of each.
+    However the loop ends, the last valid state is saved: `restore`, `start`, `log` and `save`
+    receive each state.
     """
 
     def __init__(self, spec: RunSpec, callbacks: Sequence[Callback] = ()):
         self.spec = spec
-        self.ends = False  # whether a callback wants the run to end, or its config
+        self.ends = False  # whether a callback or the config ends the run
         condition = spec.config.stop_at
         self._stop_at = StopAt(condition) if condition else None
         self._callbacks = [*callbacks, *filter(None, [self._stop_at])]
@@ -67,14 +67,14 @@ class Session:
         self._state: RunState | None = None
         self._sender: Sender | None = None
         self._counts = GenerationCounts()
-        self._finished = 0  # samples of the phase
-        self.programs = Programs()  # that compile beside the run
+        self._finished = 0  # finished samples of the phase
+        self.programs = Programs()  # compiled in the background
         self._clock = PhaseClock("starting")
         self._phase_start = 0.0
         self._evaluations = 0
         self._looked = 0.0
         self._profile = contextlib.ExitStack()
-        # another process decides what is next on the slice that both share
+        # another process decides the next work on the slice that both share
         generation = spec.layouts.get("generation")
         self._follows = generation is not None and not slice_group_of(generation).leads
 
@@ -89,7 +89,7 @@ class Session:
         return self
 
     def restore(self) -> RunState | None:
-        """Return the state of the last checkpoint; None where there is none."""
+        """Return the state of the last checkpoint; None if there is none."""
         found = self._checkpoints.restore(initial_models(self.spec, source_shapes))
         if found is None:
             return None
@@ -108,7 +108,7 @@ class Session:
         return RunState(models, initial_host_state(self.spec))
 
     def start(self, state: RunState) -> Run:
-        """Open the files of the run, show its progress, and load what else it needs."""
+        """Open the files of the run, show its progress, and load the rest of the run."""
         config = self.spec.config
         leads = distributed.leads()
         about = {"title": algorithm_of(config).title_of(config), "code": own_code(config)}
@@ -152,7 +152,7 @@ class Session:
         return run
 
     def wait_for_programs(self, phase: str) -> None:
-        """Wait for the programs that a phase needs, and show how many are left."""
+        """Wait for the programs of a phase, and show the number left."""
 
         def show() -> None:
             self._beat("compiling")
@@ -163,9 +163,9 @@ class Session:
         self._clock.held_up += time.perf_counter() - began
 
     def observe(self, phase: str, report: RoundReport | PhaseParts | None) -> None:
-        """Hear that a phase begins or goes on, of its parts, or of a round; stop where asked to.
+        """Record the progress of a phase; stop if a signal asked for it.
 
-        It also stops where a save has failed, as soon as that is known. An update that has begun is
+        It also stops as soon as a save is known to have failed. An update that has begun is
         finished.
         """
         if isinstance(report, PhaseParts):
@@ -175,10 +175,10 @@ class Session:
         if phase not in UPDATING:
             if report is not None:
                 self._listen(may_stop=not self._follows)
-            else:  # all processes come here in step, and stop where any was asked to
+            else:  # all processes synchronise here, and stop if any received a signal
                 signals = distributed.gather_results(self._pending_signal)
                 signal = next((number for number in signals if number is not None), None)
-                if signal is not None:  # one that comes meanwhile waits: it is never unset
+                if signal is not None:  # a signal that arrives meanwhile waits: it is never unset
                     self._stop.signal = signal
                     self._stop.check()
         self.wait_for_programs(phase)
@@ -203,7 +203,7 @@ class Session:
     @contextlib.contextmanager
     def profiled(self, step: int) -> Iterator[None]:
         """Write a profile of the steps that the config names, for xprof or TensorBoard."""
-        self._clock.take_held_up()  # by what was before the step
+        self._clock.take_held_up()  # time from before the step
         steps = self.spec.config.profile
         first, last = map(int, steps.split(":")) if steps else (0, -1)
         if step == first <= last:
@@ -216,7 +216,7 @@ class Session:
             self._profile.close()
 
     def log(self, report: StepReport, state: RunState, seconds: float) -> None:
-        """Write a step of so many seconds down, show it, and save the state every so often."""
+        """Log a step and its duration in seconds, show it, and save the state if due."""
         self._state = state
         self._beat("writing")
         step = state.step - 1
@@ -247,11 +247,11 @@ class Session:
             self.save(state)
 
     def seconds(self) -> list[PhaseSeconds]:
-        """Return where the seconds since the beginning went, the longest phase first."""
+        """Return the seconds by phase since the beginning, the longest phase first."""
         return self._clock.seconds()
 
     def _seconds_beside(self, step: int) -> float:
-        """Return the seconds that the evaluations will take that come after so many steps."""
+        """Return the predicted seconds of the evaluations that remain after a step."""
         every = self.spec.config.evaluation.every
         if not self._evaluations:
             return 0.0
@@ -260,7 +260,7 @@ class Session:
         return later * spent.get("evaluation", 0.0) / self._evaluations
 
     def log_evaluation(self, report: EvaluationReport, step: int) -> None:
-        """Write an evaluation down."""
+        """Log an evaluation."""
         self._evaluations += 1
 
         def write() -> None:
@@ -274,7 +274,7 @@ class Session:
         self._call_back(lambda one: one.after_evaluation(step, report.means))
 
     def _call_back(self, call: Callable[[Callback], bool | None]) -> None:
-        """Have each callback hear something; all processes learn whether one wants the end."""
+        """Call each callback; all processes learn whether one ends the run."""
         if not self._callbacks:
             return
         ended = self.ends
@@ -283,7 +283,7 @@ class Session:
             self._progress.say(f"It ends here: {self.spec.config.stop_at or 'by a callback'}.")
 
     def save(self, state: RunState) -> bool:
-        """Save all that the next step depends on, behind the run; say whether that is wanted."""
+        """Save all that the next step depends on, in the background; return whether to."""
         self._beat("saving")
         if not (self.spec.config.checkpoint.every and state.step):
             return False
@@ -296,14 +296,14 @@ class Session:
         self._stack.__exit__(*raised)
 
     def _end_sinks(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Send the rest where the run is over; else a run that goes on will."""
+        """Send the remaining records if the run is over; otherwise its resumption will."""
         assert self._sender is not None
         if error is None:
             self._sender.send(math.inf)
         self._sender.close()
 
     def _save_at_end(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Save the last whole state, whatever ends the loop, and say so on the error."""
+        """Save the last valid state when the loop ends, and add a note about it to the error."""
         state = self._state
         if state is None or not isinstance(error, Exception) or isinstance(error, Unsaved):
             return
@@ -321,7 +321,7 @@ class Session:
                 f"Step {state.step}: {reason}; {kept}, checkpoints are as they were."
             )
         whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.models))
-        if whole and distributed.all_here("a failed step"):  # no update began, and used it up
+        if whole and distributed.all_here("a failed step"):  # no update has begun and donated it
             try:
                 self.save(state)
             except OSError as failure:
@@ -335,25 +335,25 @@ class Session:
         self._watchdog.beat(phase)
 
     def _compiling(self) -> str:
-        """Name the program that compiles now and say how many are left, '' where none does."""
+        """Name the program that compiles now and the number left; '' if none does."""
         name = self._clock.program()
         left = self.programs.left
         return f"{name}, {left} programs left" if name and left > 1 else name
 
     def _alive(self) -> None:
-        """Note that the phase goes on, waiting for rewards; stop where asked to."""
+        """Note that the phase goes on, waiting for rewards; stop if a signal asked for it."""
         self._listen(may_stop=True)
         self._beat(self._clock.phase)
 
     def _pending_signal(self) -> int | None:
-        """Return the signal that this process was sent; raise Unsaved where a save has failed."""
+        """Return the signal that this process received; raise Unsaved if a save has failed."""
         self._checkpoints.check()
         return self._stop.signal
 
     def _listen(self, may_stop: bool) -> None:
-        """Stop where this process was asked to, or hears that another was.
+        """Stop if this process or another received a signal.
 
-        What it works on alone ends early.
+        Its unfinished work is abandoned.
         """
         if not distributed.started():
             self._checkpoints.check()
@@ -369,9 +369,9 @@ class Session:
 
 
 def preview(spec: RunSpec) -> str:
-    """Make the checks with which a session begins and restores, and say what a run would do.
+    """Run the checks of a session's start and restoration, and describe what a run would do.
 
-    Nothing is written. What lies behind a URL is not looked at.
+    Nothing is written. Remote workdirs are not read.
     """
     check_alike(spec)
     workdir = spec.config.workdir

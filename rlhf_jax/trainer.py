@@ -47,12 +47,12 @@ from rlhf_jax.types import Model, ModelConfigs, Models
 
 
 class Result(NamedTuple):
-    """Hold what a run leaves."""
+    """Hold the results of a run."""
 
     state: RunState
-    metrics: list[dict[str, float]]  # a step each, as metrics.jsonl has them
+    metrics: list[dict[str, float]]  # one per step, as in metrics.jsonl
     workdir: pathlib.Path
-    warnings: list[str]  # what should worry who reads it, the gravest first, as in the report
+    warnings: list[str]  # the warnings of the report, the gravest first
 
 
 def train(
@@ -63,13 +63,13 @@ def train(
     callbacks: Sequence[Callback] = (),
     reward_id: str = "",
 ) -> Result:
-    """Do the run that a config describes; mistakes are found before any weight is loaded.
+    """Run the training that a config describes; mistakes are found before any weight is loaded.
 
-    `reward` is a function as a config may name, in place of those; it runs in a thread of this
-    process, and a call that takes too long fails, its thread left to itself. A run that goes on
-    wants the same function, by its source and the plain values of its closure, or by `reward_id`.
-    `prompts` are texts, or rows as of a prompt file; they are kept in the workdir. Raises
-    ValueError, OSError or what the runtime raises; Stopped where a signal asked for it.
+    `reward` is a function that replaces those of the config; it runs in a thread of this process,
+    and a call that takes too long fails, its thread abandoned. A resumed run needs the same
+    function, by its source and the plain values of its closure, or by `reward_id`. `prompts` are
+    texts, or rows as in a prompt file; they are kept in the workdir. Raises ValueError, OSError or
+    errors of the runtime; Stopped if a signal asked for it.
     """
     from rlhf_jax.report.run import read_run
     from rlhf_jax.report.warnings import warnings
@@ -89,7 +89,7 @@ def do_run(
     callbacks: Sequence[Callback] = (),
     prompts: Sequence[str | dict[str, Any]] | None = None,
 ) -> tuple[RunState, RunSpec]:
-    """Do the run from its beginning, or from its last checkpoint, to its end.
+    """Run from the beginning or from the last checkpoint to the end.
 
     prompts: as in `train`.
     """
@@ -119,10 +119,9 @@ def do_run(
 
 
 def plan(config: Config) -> None:
-    """Check all that a run checks before it begins, print what it would use, and stop.
+    """Run all checks that precede a run, print the resources it would use, and stop.
 
-    Nothing is written. Where devices or weights lack, the plan is made from shapes alone, and says
-    so.
+    Nothing is written. If devices or weights are missing, the plan is computed from shapes alone.
     """
     from rlhf_jax.planner.describe import print_plan
     from rlhf_jax.planner.planned import hardware_of, missing_inputs, plan_run
@@ -134,7 +133,7 @@ def plan(config: Config) -> None:
         planned = plan_run(config, hardware_of(config))
         print_plan(config, planned)
         on_cpu = planned.hardware.platform == "cpu"
-        # of other devices nobody knows how many a host has
+        # the devices per host of absent hardware are unknown
         host.check(config, [(on_cpu * planned.hardware.count, planned.parts)], 0, on_cpu)
         if planned.hardware.gigabytes and not on_cpu:
             memory_parts.check(planned.parts, planned.hardware.gigabytes * memory_parts.GIGA)
@@ -148,7 +147,7 @@ def plan(config: Config) -> None:
 
 
 def _open(config: Config) -> RunSpec:
-    """Open and check all that a config names, on the day that its run has, and print it."""
+    """Open, check and print all that a config names, on the day of its run."""
     config.data.date = distributed.run_on_leader(lambda: date_of_run(config))
     spec = distributed.run_on_all(lambda: prepare_run(config))
     parts = list(spec.layouts.values())
@@ -163,7 +162,7 @@ def _open(config: Config) -> RunSpec:
 
 
 def _keep_prompts(config: Config, prompts: Sequence[str | dict[str, Any]]) -> pathlib.Path:
-    """Write prompts to a file in the workdir, so that the run can be gone on with without them."""
+    """Write prompts to a file in the workdir, so that the run can be resumed without them."""
     rows = [{config.data.prompt_key: row} if isinstance(row, str) else row for row in prompts]
     path = folder_of(config.workdir) / "prompts.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -179,9 +178,9 @@ def _keep_prompts(config: Config, prompts: Sequence[str | dict[str, Any]]) -> pa
 
 
 def compile_ahead(state: RunState, run: Run, session: Session) -> RunState:
-    """Have a step's programs compiled, and wait for those of generation.
+    """Compile the programs of a step, and wait for those of generation.
 
-    Selectors begin with what XLA says that rounds cost.
+    Selectors start with XLA's estimates of the cost of rounds.
     """
     longest = run.source.longest(state.host)
     settings = run.generation
@@ -214,13 +213,13 @@ def compile_ahead(state: RunState, run: Run, session: Session) -> RunState:
 
 
 def compile_step(state: RunState, run: Run, longest: Sequences, session: Session) -> None:
-    """Have inference and training of samples compiled that are as long as they may be.
+    """Compile inference and training for samples of the largest size.
 
     Nothing is run but the advantages. Shorter samples may need programs of other sizes.
     """
     if not run.learners:  # a student's programs are small
         return
-    # Weights that go elsewhere stay where they are: only shapes do.
+    # Weights that move to other devices stay in place: only shapes move.
     models: Models = shapes(state.models)
     scorers = shapes(run.scoring.models_of(models, run.frozen))
     score_longest = functools.partial(score, longest, scorers, run.scoring)
@@ -235,7 +234,7 @@ def compile_step(state: RunState, run: Run, longest: Sequences, session: Session
 
 
 def measure_if_due(state: RunState, run: Run, session: Session, last: bool = False) -> RunState:
-    """Evaluate every so many steps, and after the last one."""
+    """Evaluate if due: every `eval.every` steps, and after the last one."""
     due = last or state.step % max(1, run.config.evaluation.every) == 0
 
     def stands() -> bool:  # by this process, or by one that took the last step
@@ -255,7 +254,7 @@ def measure_if_due(state: RunState, run: Run, session: Session, last: bool = Fal
 
 
 def _best_so_far(run: Run, spec: RunSpec) -> float:
-    """Return the highest value of the measure whose best policy is kept; -inf without any."""
+    """Return the highest value so far of the measure whose best policy is kept; -inf if none."""
     key = run.config.checkpoint.best
 
     def find() -> float:
@@ -266,7 +265,7 @@ def _best_so_far(run: Run, spec: RunSpec) -> float:
 
 
 def write_model(spec: RunSpec, name: str, model: Model) -> None:
-    """Write a model into a folder of the workdir, as Hugging Face's."""
+    """Write a model into a folder of the workdir, in Hugging Face format."""
     whole = to_host.to_leader(model) if distributed.started() else model
     source = spec.critic if model.config.scalar_head else spec.policy
     save = functools.partial(
@@ -282,8 +281,8 @@ def write_model(spec: RunSpec, name: str, model: Model) -> None:
 
 
 def export(state: RunState, run: Run, spec: RunSpec) -> None:
-    """Write what was trained as folders, and say what has changed."""
-    # A critic beside a policy that learns has done its work; else critics are what a run is for.
+    """Export the trained models as folders, and print the folders."""
+    # A critic next to a trained policy is not exported; otherwise critics are the result of a run.
     roles = ["policy"] if "policy" in run.learners else run.learners
     trained = {role: state.models[role].weights for role in roles}
     if "drafter" in state.models and run.config.drafter.learning_rate:

@@ -44,7 +44,7 @@ def cases(sizes: Sizes, ledger: Ledger) -> Iterator[Case]:
 
 
 def held(figures: dict[str, Any], kernel: str) -> bool | None:
-    """Tell whether a kernel followed its law in a case; None where no kernel ran.
+    """Return whether a kernel followed its law in a case; None if no kernel ran.
 
     A test that failed and names other kernels in its own name is nothing to this one.
     """
@@ -136,7 +136,7 @@ def at_real_shape(kernel: str, name: str, sizes: Sizes) -> dict[str, Any]:
 
 
 def within(kernel: Mapping[str, float], reference: Mapping[str, float]) -> bool:
-    """Tell whether a kernel's errors are within the tests' bound, or twice the reference's.
+    """Return whether a kernel's errors are within the tests' bound, or twice the reference's.
 
     At real widths the logits of random weights are so large that a reference, too, rounds the
     entropy of a token to more than the tests' bound.

@@ -43,7 +43,7 @@ class Ledger:
 
     @classmethod
     def open(cls, path: Path, *, tiny: bool) -> Ledger:
-        """Read a file, or begin one; ValueError where its figures are of the other sizes."""
+        """Read a file, or begin one; ValueError if its figures are of the other sizes."""
         if not path.exists():
             return cls(path, {"tiny": tiny, "device": "", "jax": "", "starts": 0, "parts": {}})
         document = json.loads(path.read_text())
@@ -58,7 +58,7 @@ class Ledger:
         self.write()
 
     def use_device(self) -> None:
-        """Note this process's device and jax; ValueError where figures are there of others."""
+        """Note this process's device and jax; ValueError if figures are there of others."""
         here = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
         done = any(part["done"] for part in self.document["parts"].values())
         held = {name: self.document[name] for name in here}

@@ -168,7 +168,7 @@ def flops_shares(
     """Return the shares of the device's FLOPs that scoring and update reach.
 
     By the project's formulas, nothing counted twice that is computed again; each sample's prompt is
-    counted, although packing computes that of a group once. None where the peak is not known.
+    counted, although packing computes that of a group once. None if the peak is not known.
     """
     peaks = kernels.peaks_of(jax.devices()[0].device_kind)
     if peaks is None:

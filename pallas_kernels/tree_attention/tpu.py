@@ -4,7 +4,7 @@ The grid is (rows, splits of a row's context, blocks of a split). A step reads o
 and values of all groups and takes it into an online softmax (Milakov and Gimelshein 2018); the last
 step of a split adds the window. There are as many steps as the longest row wants. A shorter row
 spends those it does not need on fetching the next row's first block. A context is split (flash
-decoding, Dao et al. 2023) where there is one row with many blocks: for the two cores of a v4 or
+decoding, Dao et al. 2023) if there is one row with many blocks: for the two cores of a v4 or
 v5p. A chip with one core pays for it by merging two small parts.
 """
 

@@ -71,9 +71,9 @@ def answers(
     most_tokens: int,
     seed: int,
 ) -> Iterator[str]:
-    """Yield the answer to each message; `chat` holds what comes before, and grows.
+    """Yield the answer to each message; `chat` holds the conversation so far and grows.
 
-    Raises ValueError, in one sentence, for a conversation that the context has no room for.
+    Raises ValueError, in one sentence, if the context has no room for the conversation.
     """
     context = min(MOST_CONTEXT, source.config.max_context)
     on_cpu = jax.devices()[0].platform == "cpu"
@@ -101,7 +101,7 @@ def answers(
 
 
 def _lines() -> Iterator[str]:
-    """Yield what is typed, or comes through a pipe, up to an empty line."""
+    """Yield lines from the terminal or a pipe, up to an empty line."""
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline().strip()

@@ -1,4 +1,4 @@
-"""Compare runs: what configs and own code differ in, last figures, where their texts part."""
+"""Compare runs: differences of configs and own code, last metrics, the first differing step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Print the keys of a config: their defaults, types, and what they mean."""
+"""Print the keys of a config with their defaults, types and meanings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Key(NamedTuple):
 def keys(algorithm: str = "grpo") -> list[Key]:
     """Return every key in the order of the schema, with the options of an algorithm.
 
-    The schema is read for its comments. ValueError where there is no such algorithm.
+    The meanings are the comments of the schema. ValueError if there is no such algorithm.
     """
     comments = _comments(inspect.getsource(schema))
     for field in named(algorithm).fields():
@@ -85,6 +85,6 @@ def _comments(source: str) -> dict[str, str]:
             above = []
         elif token.line.strip() == "},":
             section = ""
-        elif token.type == tokenize.NAME:  # what stood above is of other lines
+        elif token.type == tokenize.NAME:  # the comment above belongs to other lines
             above = []
     return found

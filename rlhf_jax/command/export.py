@@ -57,9 +57,8 @@ def export(
 ) -> Path:
     """Write the 'policy' or its 'drafter' as a Hugging Face folder, and return the folder.
 
-    It has weights in `dtype`, and the tokenizer and stop tokens of the model that the run began
-    with. Raises ValueError or OSError in one sentence where there is no such run, model or
-    checkpoint.
+    Weights have dtype `dtype`; tokenizer and stop tokens are those of the model that the run began
+    with. Raises ValueError or OSError in one sentence if there is no such run, model or checkpoint.
     """
     source = open_source(configured(workdir, "model", "path"))
     layers = configured(workdir, "drafter", "layers") if name == "drafter" else 0
@@ -94,9 +93,9 @@ def configured(workdir: Path, section: str, key: str) -> Any:
 
 
 def policy_template(config: ModelConfig, layers: int = 0) -> dict[str, dict[str, Model]]:
-    """Return the shapes of the policy and, with `layers`, its student, in the host's memory.
+    """Return the shapes of the policy and, with `layers`, its student, placed in host memory.
 
-    One accelerator may be too small for their float32.
+    A single accelerator may be too small for the float32 weights.
     """
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     policy: Model = jax.eval_shape(lambda: transformer.init(jax.random.key(0), config, jnp.float32))

@@ -40,13 +40,13 @@ from rlhf_jax.runtime.files import write_atomically
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code: 0 where the run fits, 1 where it does not.
+    """Return the exit code: 0 if the run fits, 1 if it does not.
 
-    Of a search, whether the plan that it found does.
+    With --search, it is about the plan that was found.
     """
     options, rest = _parser(argv[0]).parse_known_args(argv[1:])
     if not jax.config.values["jax_platforms"]:
-        jax.config.update("jax_platforms", "cpu")  # no device is asked, and none is taken
+        jax.config.update("jax_platforms", "cpu")  # no device is queried or reserved
     hardware = _hardware(options)
     lengths = read_percentiles(options.lengths) if options.lengths else None
     config = command_line.read([argv[0], *rest])
@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser(name: str) -> argparse.ArgumentParser:
-    """Make what reads the command's own arguments; the rest is the config's."""
+    """Make the parser of the command's own arguments; the rest belongs to the config."""
     parser = argparse.ArgumentParser(
         prog=name, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -115,7 +115,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
 
 
 def _hardware(options: argparse.Namespace) -> Hardware:
-    """Return the devices that are asked about; ValueError where arguments do not go together."""
+    """Return the hardware to plan for; ValueError if the arguments are inconsistent."""
     hardware = parse_hardware(options.devices)
     if options.chip:
         hardware = hardware.measured(Path(options.chip))

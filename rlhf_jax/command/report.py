@@ -1,4 +1,4 @@
-"""Write the report of a run, WORKDIR/report.html: curves, samples, and what to look at first."""
+"""Write the report of a run, WORKDIR/report.html: warnings, curves and samples."""
 
 from __future__ import annotations
 

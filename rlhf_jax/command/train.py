@@ -27,7 +27,7 @@ from rlhf_jax.trainer import do_run, plan
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code; a mistake of the user's is one sentence on stderr."""
+    """Return the exit code; a mistake of the user becomes one sentence on stderr."""
     if {"-h", "--help"} & {*argv[1:]}:
         names = sorted(path.stem for path in (SHIPPED / "configs").glob("*.py"))
         print((__doc__ or "").format(names=", ".join(names)))
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
                     f"the processes cannot go on together ({reason}); where one has ended its own"
                     " words say why, and the same command goes on from the last checkpoint."
                 )
-        # what else failed on the way out stands behind it
+        # further errors on the way out follow it
         *firsts, last = dict.fromkeys([message, *getattr(error, "__notes__", ())])
         message = "; also: ".join([*(each.removesuffix(".") for each in firsts), last])
         return joining.leave(1 if of_device else 2, f"error: {message}", place)
@@ -67,12 +67,12 @@ def main(argv: list[str]) -> int:
 
 
 def _read(argv: list[str], place: Place) -> Config:
-    """Return the config of the command line, whose mistakes rank 0 alone is to tell."""
+    """Return the config of the command line; only rank 0 reports its mistakes."""
     try:
         config = command_line.read(argv)
         validation.check_heartbeat(config)
     except (ValueError, OSError):
-        if place.size is None:  # which rank this is, and so whether it speaks, is known only then
+        if place.size is None:  # the rank, and so whether it prints, is known only then
             joining.start(place)
         raise
     return config

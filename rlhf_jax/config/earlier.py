@@ -1,4 +1,4 @@
-"""Configs of earlier versions, read as today's."""
+"""Read configs of earlier versions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rlhf_jax.losses.advantages import ESTIMATORS
 
 
 def settled(config: Config) -> Config:
-    """Return a config whose keys are today's, with the options of the algorithm that it names.
+    """Return a config with current keys and the options of its algorithm.
 
-    The given one stays as it is. Options that both algorithms have keep a value that was changed. A
-    warning says which keys of earlier versions were read as others, and which options have no use.
+    The argument is not changed. Options that both algorithms have keep a changed value. A warning
+    names keys of earlier versions that were translated, and options that have no effect.
     """
     found = copy.deepcopy(config)
     given = {}
@@ -54,9 +54,9 @@ def settled(config: Config) -> Config:
 
 
 def translated(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values of EARLIER's keys by those of today, with the algorithm's name.
+    """Translate values of EARLIER's keys to current keys, with the algorithm's name.
 
-    ValueError for an objective from a file, which is no algorithm.
+    ValueError for an objective from a file, which is not an algorithm.
     """
     objective = values.get("objective", "reward")
     if objective == "distill":
@@ -81,7 +81,7 @@ def translated(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def identity(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the identity of a checkpoint of an earlier version by today's keys."""
+    """Translate the identity of a checkpoint of an earlier version to current keys."""
     kept = {name: value for name, value in saved.items() if name not in EARLIER}
     if "objective" not in saved:
         return kept
@@ -90,7 +90,7 @@ def identity(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _remove(config: Config, name: str) -> None:
-    """Take a key of an earlier version out of a config, and a section that is then empty."""
+    """Remove a key of an earlier version from a config, and its section if empty."""
     section, _, key = name.rpartition(".")
     held = config.get(section, Config()) if section else config
     if key in held:

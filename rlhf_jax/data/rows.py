@@ -1,4 +1,4 @@
-"""Rows of prompt files: JSONL and Parquet, here or behind a URL, and data sets of the Hub."""
+"""Read rows of prompts: JSONL and Parquet files, local or by URL, and data sets of the Hub."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ CHAT_ROLES = ("system", "user", "assistant", "tool")  # The roles that chat temp
 FILE_TYPES = (".jsonl", ".parquet")
 LONGEST_PROMPT = 500_000  # Characters.
 
-UnreadRow = tuple[str, Callable[[], Any]]  # Where a row stands, and what reads it.
+UnreadRow = tuple[str, Callable[[], Any]]  # The position of a row, and the function that reads it.
 
 
 def is_file_name(place: str | pathlib.Path) -> bool:
-    """Tell whether a place of prompts is named as a file that can be read."""
+    """Return whether the name of a source of prompts is that of a file."""
     return pathlib.PurePath(place).suffix in FILE_TYPES
 
 
 def is_dataset(place: str | pathlib.Path) -> bool:
-    """Tell whether a place is a folder or a name of the Hub, for the package `datasets`."""
+    """Return whether a name is a folder or a name of the Hub, for the package `datasets`."""
     return not (is_file_name(place) or is_remote(place) or pathlib.Path(place).is_file())
 
 
@@ -45,9 +45,9 @@ def read(
     place: a .jsonl or .parquet file, or its URL for the package fsspec; or a folder or a name on
     the Hugging Face Hub, which the package `datasets` reads, in one of its configurations, '' for
     the only one. columns: new names by old ones. A prompt is a string or a list of chat messages
-    `{"role", "content"}`. skip: told why of each row that is left out as it cannot be used; without
-    it such a row is an error. Raises ValueError at anything else, no rows, broken JSON or a missing
-    key, in one sentence that names the file and the line; FileNotFoundError where there is no file.
+    `{"role", "content"}`. skip: called with the reason for each invalid row, which is then dropped;
+    without it such a row is an error. Raises ValueError in one sentence that names file and line
+    for anything else, no rows, broken JSON or a missing key; FileNotFoundError if there is no file.
     """
     where_from = str(place)
     suffix = pathlib.PurePath(place).suffix
@@ -88,7 +88,7 @@ def read(
 
 
 def _renamed(row: dict[str, Any], columns: Mapping[str, str], where: str) -> dict[str, Any]:
-    """Return a row with the new names of its columns; ValueError where two would have one name."""
+    """Return the row with its columns renamed; ValueError if two would have one name."""
     found: dict[str, Any] = {}
     for name, value in row.items():
         new = columns.get(name, name)
@@ -102,7 +102,7 @@ def _renamed(row: dict[str, Any], columns: Mapping[str, str], where: str) -> dic
 
 
 def _content(place: str) -> bytes:
-    """Return the bytes of a file, here or behind a URL."""
+    """Return the bytes of a local file or URL."""
     if not is_remote(place):
         path = pathlib.Path(place).expanduser()
         if path.exists() and not path.is_file():
@@ -115,12 +115,12 @@ def _content(place: str) -> bytes:
     try:
         with importlib.import_module("fsspec").open(place, "rb") as file:
             return file.read()
-    except Exception as error:  # of whichever package the URL's scheme asks for
+    except Exception as error:  # the package for the URL's scheme may raise anything
         raise ValueError(f"Prompt file {place} cannot be read ({one_line(error)}).") from error
 
 
 def _read_dataset(place: str, configuration: str, split: str) -> Iterator[UnreadRow]:
-    """Yield each row of a data set; `datasets` is loaded here, as few need it."""
+    """Yield each row of a data set; `datasets` is imported here, as few runs need it."""
     try:
         datasets = importlib.import_module("datasets")
     except ImportError as error:
@@ -167,7 +167,7 @@ def _read_jsonl(path: str, content: bytes) -> Iterator[UnreadRow]:
 
 
 def _read_parquet(path: str, content: bytes) -> Iterator[UnreadRow]:
-    """Yield each row; pyarrow is loaded here, so that JSONL needs none of it."""
+    """Yield each row; pyarrow is imported here, so that JSONL works without it."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -177,14 +177,14 @@ def _read_parquet(path: str, content: bytes) -> Iterator[UnreadRow]:
         ) from error
     try:
         rows = pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist()
-    except Exception as error:  # pyarrow has many of its own
+    except Exception as error:  # pyarrow has many exception types
         raise ValueError(f"{path} is not a readable Parquet file ({one_line(error)}).") from error
     for number, row in enumerate(rows, start=1):
         yield f"Row {number} of {path}", functools.partial(dict, row)
 
 
 def _check_row(row: Any, prompt_key: str, where: str) -> dict[str, Any]:
-    """Return the row with its prompt under "prompt"; ValueError where it is not one."""
+    """Return the row with its prompt under "prompt"; ValueError if it has no valid one."""
     if not isinstance(row, dict):
         raise ValueError(
             f"{where} must be an object with a {prompt_key!r}, not {type(row).__name__}."
@@ -219,7 +219,7 @@ def _check_row(row: Any, prompt_key: str, where: str) -> dict[str, Any]:
 
 
 def check_messages(messages: list[Any], where: str) -> list[dict[str, Any]]:
-    """Return chat messages; ValueError where one has no text, or a role that no template knows."""
+    """Return chat messages; ValueError for one without a text or with an unknown role."""
     chat = []
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
@@ -231,16 +231,16 @@ def check_messages(messages: list[Any], where: str) -> list[dict[str, Any]]:
             raise ValueError(
                 f"{where}: the role {message.get('role')!r:.40} is none of {', '.join(CHAT_ROLES)}."
             )
-        # Without the empty fields that Parquet gives to every struct.
+        # Drop the empty fields that Parquet gives to every struct.
         chat.append({key: value for key, value in message.items() if value is not None})
     return chat
 
 
 def with_prompt(row: dict[str, Any], prompt_key: str, where: str) -> dict[str, Any]:
-    """Return a row whose chats hold their prompt, as TRL has them, with the prompt apart.
+    """Return a row whose chats contain their prompt, as in TRL, with the prompt split off.
 
-    Of `messages` the prompt is what comes before the first answer, and the rest the `completion`;
-    of `chosen` and `rejected` it is what both begin with.
+    For `messages` the prompt is everything before the first answer, and the rest the `completion`;
+    for `chosen` and `rejected` it is their common beginning.
     """
     if prompt_key in row:
         return row
@@ -267,7 +267,7 @@ def with_prompt(row: dict[str, Any], prompt_key: str, where: str) -> dict[str, A
 
 
 def _check_texts(prompt: str | list[dict[str, Any]], what: str, where: str) -> None:
-    """Raise ValueError where the texts of a prompt hold what no tokenizer should be given."""
+    """Raise ValueError if the texts of a prompt are too long or not valid Unicode."""
     texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
     if sum(map(len, texts)) > LONGEST_PROMPT:
         raise ValueError(f"{where} has over {LONGEST_PROMPT:,} characters; cut {what}.")

@@ -1,4 +1,4 @@
-"""Samples that are drawn ahead: for the next step, from the weights before this step's update."""
+"""Prefetched samples: for the next step, from the weights before this step's update."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from rlhf_jax.monitoring.trace import Span
 
 @dataclasses.dataclass(frozen=True)
 class SamplesAhead:
-    """Hold finished samples of a step that is still to be trained on."""
+    """Hold finished samples of a step that is not trained on yet."""
 
     samples: list[Sample]
-    rows: np.ndarray  # [prompts] int64, of their prompts
-    drawn_at: int  # updates that the weights had seen
+    rows: np.ndarray  # [prompts] int64, the rows of their prompts
+    drawn_at: int  # updates of the weights that generated them
     metrics: dict[str, float]  # of their generation
-    # what the slices did meanwhile, in seconds since it began by the clock of `time.perf_counter`
+    # work of the slices, in seconds since the beginning by the clock of `time.perf_counter`
     began: float = 0.0
     spans: list[Span] = dataclasses.field(default_factory=list)
 
     def document(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: JSON values and numpy arrays, samples one behind another.
+        """Return the content of a checkpoint: JSON values and numpy arrays, samples concatenated.
 
         Spans are left out: they belong to the step in which the samples were drawn.
         """
@@ -47,7 +47,7 @@ class SamplesAhead:
 def restore_samples(
     document: Mapping[str, Any], prompts: Prompts, max_new_tokens: int
 ) -> SamplesAhead:
-    """Return the samples that `document` was made of, of the same prompts."""
+    """Return the samples restored from `document`, for the same prompts."""
     rows = np.asarray(document["rows"])
     ids = np.asarray(document["ids"]).reshape(len(rows), -1)
     ends = np.cumsum(document["lengths"])[:-1]

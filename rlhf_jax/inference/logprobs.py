@@ -110,7 +110,7 @@ def head_logprobs(
     """Compute the log-probabilities of tokens [B, C], and entropies or None, from hidden states.
 
     hidden [B, C, M] are the states before each token; support [B, C, k] or None. head_dtype: in
-    which the head's gradient is summed over blocks, where there is one. See `logprobs_and_entropy`.
+    which the head's gradient is summed over blocks, if there is one. See `logprobs_and_entropy`.
     """
     chex.assert_equal_shape([tokens, mask])
     if temperature <= 0:

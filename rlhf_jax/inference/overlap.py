@@ -84,7 +84,7 @@ class ScoringQueue:
 
     @property
     def waits(self) -> bool:
-        """Say whether as many samples wait as a slice scores at one time."""
+        """Return whether as many samples wait as a slice scores at one time."""
         return len(self.waiting) >= self.scoring.rows
 
     def feed(self, number: int, layout: Layout) -> jax.Array:

@@ -92,7 +92,7 @@ def by_group(
 
 
 def device_memory(config: Config, device: Any) -> float | None:
-    """Return the bytes that a device may hold, or None where nothing says so.
+    """Return the bytes that a device may hold, or None if nothing says so.
 
     It is the less of `mesh.device_memory_gb` and of what the device itself says.
     """
@@ -105,7 +105,7 @@ def settle_remat(config: Config, without: list[Part], limit: float | None) -> tu
     """Return whether the backward pass computes layers again, and the reason.
 
     without: the parts that there would be if it did not. limit: the bytes that a device may hold,
-    None where nobody knows.
+    None if nobody knows.
     """
     setting = config.training.remat
     _, needed = peak(without)

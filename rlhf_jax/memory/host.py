@@ -17,7 +17,7 @@ TOKEN = 4  # bytes of a token's id
 def check(
     config: Config, devices: Sequence[tuple[int, list[Part]]], held_out: int, on_cpu: bool = False
 ) -> None:
-    """Raise ValueError where this host cannot hold a run, with what to change.
+    """Raise ValueError if this host cannot hold a run, with what to change.
 
     devices: how many of this host have the same calls, and the parts of each; they take its own
     memory where they are a CPU's (`on_cpu`). held_out: how many prompts there are for evaluation.

@@ -43,7 +43,7 @@ def peak(parts: list[Part]) -> tuple[str, int]:
 
 
 def check(parts: list[Part], limit: float, holder: str = "A device") -> None:
-    """Raise ValueError where the peak is above the holder's `limit` bytes, with what to change."""
+    """Raise ValueError if the peak is above the holder's `limit` bytes, with what to change."""
     stage, needed = peak(parts)
     if needed <= limit:
         return

@@ -86,11 +86,11 @@ class PlannedRun:
 
     @property
     def is_pipelined(self) -> bool:
-        """Tell whether each slice has some of the layers, of a training call."""
+        """Return whether each slice has some of the layers, of a training call."""
         return self.layout.role == "pipelined"
 
     def at(self, call: str) -> PlannedRun | None:
-        """Return the run as one of its calls sees it; None where the devices do not have it."""
+        """Return the run as one of its calls sees it; None if the devices do not have it."""
         layout = self.layouts.get(call)
         return layout and dataclasses.replace(self, layout=layout)
 

@@ -132,7 +132,7 @@ def stage_times(run: PlannedRun, model: ModelConfig) -> StageTimes:
 def activation_bytes(run: PlannedRun, model: ModelConfig) -> int:
     """Return the bytes that the backward pass of a micro-batch keeps, of a stage's layers if any.
 
-    All layers are of one stage where there is no pipeline.
+    All layers are of one stage if there is no pipeline.
     """
     stages = run.layout.slices if run.is_pipelined else 1
     layers = -(-model.num_layers // stages)
@@ -143,7 +143,7 @@ def largest_work(run: PlannedRun, model: ModelConfig) -> Part:
     """Return the larger of a layer and the head at work."""
     itemsize = run.layout.dtype.itemsize
     layer = run.backward_packed(model, run.line_tokens) + run.gathered(model)
-    # In float32 a chunk's gradient of the head and its logits; where there are several chunks,
+    # In float32 a chunk's gradient of the head and its logits; if there are several chunks,
     # copies of the head and its gradient so far.
     several = run.line_tokens > CHUNK
     copies = 4 * (run.temporaries.head_sums if several else 1) + (itemsize if itemsize < 4 else 0)

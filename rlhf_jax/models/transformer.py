@@ -172,7 +172,7 @@ def run_layers(
 
 
 def _is_costly(primitive: Primitive, *operands: Any, **params: Any) -> bool:
-    """Tell whether the backward pass keeps what a primitive computes: products, and attention."""
+    """Return whether the backward pass keeps what a primitive computes: products, and attention."""
     if primitive.name == "pallas_call" or primitive.name.startswith("dot_product_attention_fwd"):
         return True
     if primitive.name == "name" and params["name"] == ATTENDED:

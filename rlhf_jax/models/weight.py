@@ -30,7 +30,7 @@ class Weight(NamedTuple):
 
     @property
     def is_matrix(self) -> bool:
-        """Tell whether it multiplies: it is then decayed, split by its width, and turned."""
+        """Return whether it multiplies: it is then decayed, split by its width, and turned."""
         return isinstance(self.init, str)
 
     @property
@@ -59,7 +59,7 @@ class WeightKind(abc.ABC):
 
     @abc.abstractmethod
     def axes(self, weight: Weight) -> Self:
-        """Return the same tree whose leaves are the letters of their axes, '' where never split."""
+        """Return the same tree whose leaves are the letters of their axes, '' if never split."""
 
 
 @struct.dataclass

@@ -31,7 +31,7 @@ class StopAt(Callback):
     """End a run at a number of a step or an evaluation, as in 'eval/reward >= 0.95'."""
 
     def __init__(self, condition: str):
-        """Read the condition; ValueError, in one sentence, where it is none."""
+        """Read the condition; ValueError, in one sentence, if it is none."""
         found = CONDITION.fullmatch(condition)
         try:
             if found is None:
@@ -46,7 +46,7 @@ class StopAt(Callback):
         self._holds = COMPARISONS[found["sign"]]
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Say whether a step has the number, and it is where the run ends."""
+        """Return whether a step has the number, and it is where the run ends."""
         del step
         return self.key in metrics and bool(self._holds(metrics[self.key], self._bound))
 
@@ -55,5 +55,5 @@ class StopAt(Callback):
         return self.after_step(step, means)
 
     def was_met(self, workdir: Path) -> bool:
-        """Say whether a step that the run in `workdir` has taken was where it ends."""
+        """Return whether a step that the run in `workdir` has taken was where it ends."""
         return any(self.after_step(row["step"], row) for row in read_rows(workdir, "metrics"))

@@ -36,7 +36,7 @@ STEP_COLUMNS = (
 )
 TIME_WIDTH = 8  # characters of the last column, the time left
 
-PHASE_SECONDS = 10.0  # between two lines that say the phase where there is no terminal
+PHASE_SECONDS = 10.0  # between two lines that say the phase if there is no terminal
 RECENT_STEPS = 20  # whose median tells the time left
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_STEPS = 24  # whose numbers the panel draws
@@ -45,7 +45,7 @@ SPARK_STEPS = 24  # whose numbers the panel draws
 class Progress:
     """Show where a run is: a live panel under the lines of past steps, or lines alone.
 
-    There is no panel where there is no terminal. Use as a context manager: `update` whenever
+    There is no panel if there is no terminal. Use as a context manager: `update` whenever
     something is known, `finish` once a step.
     """
 

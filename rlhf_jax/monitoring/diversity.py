@@ -15,7 +15,7 @@ BLANK = "…"  # in place of words of the prompt
 def distinct_pairs(texts: Sequence[str]) -> float:
     """Compute distinct-2: different pairs of neighbouring words over all pairs (Li et al. 2016).
 
-    It is 1 where there is no pair.
+    It is 1 if there is no pair.
     """
     pairs = [pair for text in texts for pair in itertools.pairwise(_words(text))]
     return len(set(pairs)) / len(pairs) if pairs else 1.0

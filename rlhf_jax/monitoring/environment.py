@@ -42,7 +42,7 @@ def most_memory() -> dict[str, float]:
 
 
 def _commit() -> str:
-    """Return the commit of the clone that the package lies in; '' where it lies in none."""
+    """Return the commit of the clone that the package lies in; '' if it lies in none."""
     if not (PACKAGE.parent / ".git").exists():
         return ""
     command = ["git", "-C", str(PACKAGE), "describe", "--always", "--dirty"]

@@ -168,7 +168,7 @@ class Writer:
 
 
 def check(workdir: str | pathlib.Path) -> None:
-    """Raise ValueError where a run that goes on would find a line that is no record."""
+    """Raise ValueError if a run that goes on would find a line that is no record."""
     for name in LINES:
         read_rows(workdir, name)
 
@@ -253,7 +253,7 @@ def paired(*batches: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], ...
 
 
 def is_measure(key: str) -> bool:
-    """Tell whether a line of evaluations.jsonl has a measure of the policy under this key."""
+    """Return whether a line of evaluations.jsonl has a measure of the policy under this key."""
     return key not in ("step", "samples") and not key.startswith("eval/generation/")
 
 

@@ -90,7 +90,7 @@ class PhaseClock:
         return held_up
 
     def program(self) -> str:
-        """Return the name of a program that compiles now, '' where none does."""
+        """Return the name of a program that compiles now, '' if none does."""
         return next(reversed(list(self._programs.values())), "")
 
     def _on_begin(self, event: str, value: float | int, **details: Any) -> None:

@@ -78,7 +78,7 @@ class Sink(Protocol):
     A sink is made by calling its class with a `TrackedRun`, on a thread of its own. One that raises
     is named once and hears no more until the run is started again; it never ends the run. One that
     writes behind, and so may lose steps where the process is killed, has a method `last_step`: at
-    the beginning it returns the last step that was kept, -1 for none and None where that cannot be
+    the beginning it returns the last step that was kept, -1 for none and None if that cannot be
     known. One that shows texts has a method `write_samples(step, name, samples)`: before `write` it
     is given some samples of the step, rows with the fields of samples.jsonl, under a name.
     """

@@ -51,7 +51,7 @@ class _Pass:
     held: list[int]  # [queues] of a queue of forwards: micro-batches kept then
 
     def fits(self, place: int) -> bool:
-        """Tell whether the next task of a queue finds memory.
+        """Return whether the next task of a queue finds memory.
 
         A pipe must leave room for a first micro-batch of each pipe before it. So the favoured pipe
         never waits for another, nor the second but for the first: they cannot block each other.

@@ -66,7 +66,7 @@ class _Search(NamedTuple):
         return _Found(makespan, side, rule, starts)
 
     def is_short_enough(self, found: _Found) -> bool:
-        """Tell whether a schedule is so near the bound that the search may end."""
+        """Return whether a schedule is so near the bound that the search may end."""
         return found.makespan <= self.bound * (1 + self.within)
 
     def starts(self, found: _Found) -> Times:

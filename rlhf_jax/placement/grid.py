@@ -33,7 +33,7 @@ class Grid(NamedTuple):
 def common_grid(
     source: tuple[int, ...], target: tuple[int, ...], order: tuple[int, ...]
 ) -> Grid | None:
-    """Return the grid of two meshes, of prime sizes; None where they have none.
+    """Return the grid of two meshes, of prime sizes; None if they have none.
 
     source, target: their sizes. order: the number in the source of each device of the target.
     """
@@ -61,7 +61,7 @@ def over_grid(split: Split, axes: Split) -> Split:
 
 
 def digits_of(splits: Sequence[Split], sizes: Sequence[int]) -> Split | None:
-    """Return the sizes of each dimension's digits under some splits; None where they differ."""
+    """Return the sizes of each dimension's digits under some splits; None if they differ."""
     found = []
     for dimension in zip(*splits, strict=True):
         radices = [tuple(sizes[axis] for axis in axes) for axes in dimension]

@@ -130,12 +130,12 @@ def trained(plan: Plan) -> dict[str, Placement]:
 
 
 def is_pipelined(plan: Plan) -> bool:
-    """Tell whether a call of a plan is trained as a pipeline."""
+    """Return whether a call of a plan is trained as a pipeline."""
     return any(placed.pipelined for placed in trained(plan).values())
 
 
 def check_pipelines(plan: Plan, source: str) -> None:
-    """Raise ValueError where pipelines have one stage, or are not both on the same ones.
+    """Raise ValueError if pipelines have one stage, or are not both on the same ones.
 
     source: what the plan is called in the sentence.
     """
@@ -178,7 +178,7 @@ def fill_with_copies(policy: Placement, layers: Mapping[str, int], role: str) ->
 
 
 def check_layers(plan: Plan, source: str, layers: Mapping[str, int]) -> None:
-    """Raise ValueError where stages do not divide the layers of policy or critic.
+    """Raise ValueError if stages do not divide the layers of policy or critic.
 
     layers: of each model by its name. A critic has no more layers than the policy, whose bubbles it
     is to fill.

@@ -87,7 +87,7 @@ class Plan:
 
     @property
     def is_uniform(self) -> bool:
-        """Say whether all calls have one mesh."""
+        """Return whether all calls have one mesh."""
         whole = {dataclasses.replace(one, pipelined=False) for one in self.placements.values()}
         return len(whole) == 1
 
@@ -192,7 +192,7 @@ def _placement(path: Path, call: str, own: Any, default: Placement) -> Placement
 
 
 def check(plan: Plan, source: str, calls: Collection[str], num_devices: int) -> None:
-    """Raise ValueError, in one sentence, where a plan is not one for these calls and devices.
+    """Raise ValueError, in one sentence, if a plan is not one for these calls and devices.
 
     source: what the plan is called in the sentence.
     """
@@ -229,7 +229,7 @@ def check(plan: Plan, source: str, calls: Collection[str], num_devices: int) -> 
 
 
 def check_kernels(plan: Plan, source: str, platform: str) -> None:
-    """Raise ValueError where a plan names kernels that are not the platform's."""
+    """Raise ValueError if a plan names kernels that are not the platform's."""
     for call, placed in plan.placements.items():
         for kernel, name in dataclasses.asdict(placed.kernels).items():
             if name not in dispatch.names_on(kernel, platform):
@@ -240,7 +240,7 @@ def check_kernels(plan: Plan, source: str, platform: str) -> None:
 
 
 def check_parts(plan: Plan, source: str, device_kind: str, in_slice: int) -> None:
-    """Raise ValueError where a call has a part of a TPU slice that gets no programs of its own.
+    """Raise ValueError if a call has a part of a TPU slice that gets no programs of its own.
 
     in_slice: the devices that are joined by links of their own: all, but for several TPU slices.
     """
@@ -256,7 +256,7 @@ def check_parts(plan: Plan, source: str, device_kind: str, in_slice: int) -> Non
 
 
 def check_models(plan: Plan, source: str, parameters: Mapping[str, int]) -> None:
-    """Raise ValueError where a plan was made for models of other sizes; it need not say any."""
+    """Raise ValueError if a plan was made for models of other sizes; it need not say any."""
     for name, made_for in plan.parameters.items():
         found = parameters.get(name)
         if found != made_for:
@@ -284,5 +284,5 @@ def _require(path: Path, holds: bool, violation: str) -> None:
 
 
 def _is_count(value: Any) -> bool:
-    """Tell whether a value is a whole number that can count something."""
+    """Return whether a value is a whole number that can count something."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62

@@ -31,7 +31,7 @@ def plan_of(
 
     default: what says dtype and kernels of every call that does not itself. layers: of models by
     name, where they are known; from them follow the copies of a critic's pipeline. Raises
-    ValueError or FileNotFoundError in one sentence where the plan, or the mesh, does not fit the
+    ValueError or FileNotFoundError in one sentence if the plan, or the mesh, does not fit the
     devices.
     """
     mesh = config.mesh
@@ -75,7 +75,7 @@ def colocated(base: Placement, calls: Collection[str]) -> dict[str, Placement]:
 def interleaved(base: Placement, calls: Collection[str]) -> dict[str, Placement]:
     """Let policy and critic work side by side, on half of the devices each.
 
-    The reward models are the critic's neighbours, and the reference where there is no critic.
+    The reward models are the critic's neighbours, and the reference if there is no critic.
     Generation has all devices, and so has the policy's training where nothing is trained beside it.
     """
     first, second = _halves(base, "interleaved")

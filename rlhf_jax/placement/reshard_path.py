@@ -25,7 +25,7 @@ class ReshardPath(NamedTuple):
     first: ReshardStep
     # for each device of the second leg, its pieces: (id of the sender, number of the piece there)
     crossing: tuple[tuple[tuple[int, int], ...], ...] = ()
-    # None where nothing crosses
+    # None if nothing crosses
     second: ReshardStep | None = None
     # (id of a device of the second leg, id of another that shall hold the same)
     copies: tuple[tuple[int, int], ...] = ()

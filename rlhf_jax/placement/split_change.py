@@ -46,7 +46,7 @@ class Steps(NamedTuple):
 
     @property
     def turns(self) -> bool:
-        """Say whether a digit goes from one axis to another."""
+        """Return whether a digit goes from one axis to another."""
         return self.senders != tuple(range(len(self.senders)))
 
 

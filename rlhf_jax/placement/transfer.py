@@ -87,7 +87,7 @@ def transfer_ends(model: Model, layout: Layout, dtype: DTypeLike | None = None) 
 
 
 def is_in_place(tree: Any, layout: Layout, dtype: DTypeLike | None = None) -> bool:
-    """Say whether all weights lie as a layout has them, in `dtype` if that is not None."""
+    """Return whether all weights lie as a layout has them, in `dtype` if that is not None."""
     return _lies(tree, _places(tree, layout), dtype)
 
 
@@ -116,7 +116,7 @@ def move(tree: T, places: Any, dtype: DTypeLike | None = None, index: int | None
     """Return a tree of arrays of one mesh at `places`, a sharding for each leaf, in `dtype`.
 
     index: of one layer of a tree of stacked layers, whose places are then those of a layer alone.
-    Places are None where nothing is held to a place. Of shapes it is shapes.
+    Places are None if nothing is held to a place. Of shapes it is shapes.
     """
     dtype = None if dtype is None else jnp.dtype(dtype)
     number = None if index is None else np.int32(index)
@@ -238,7 +238,7 @@ def _places(tree: Any, layout: Layout) -> Any:
 
 
 def _lies(tree: Any, places: Any, dtype: DTypeLike | None) -> bool:
-    """Say whether leaves lie at their places, where there are some, in `dtype` if not None."""
+    """Return whether leaves lie at their places, where there are some, in `dtype` if not None."""
     leaves = jax.tree.leaves(tree)
     if dtype is not None and any(leaf.dtype != dtype for leaf in leaves):
         return False

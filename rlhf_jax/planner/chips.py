@@ -67,7 +67,7 @@ GPUS = {
 
 
 def is_box(torus: Sequence[int], part: range) -> bool:
-    """Tell whether a range of a TPU slice's chips, in the order of their numbers, is a box of it.
+    """Return whether a range of a TPU slice's chips, in the order of their numbers, is a box of it.
 
     torus: the chips along each axis, 2 or 3. Chips are numbered host by host of at most 2x2, and
     hosts along the first axis first.
@@ -87,7 +87,7 @@ def is_box(torus: Sequence[int], part: range) -> bool:
 
 
 def check_boxes(plan: Plan, source: str, torus: Sequence[int]) -> None:
-    """Raise ValueError where a call's chips are no box of a TPU's torus, as a program's must be.
+    """Raise ValueError if a call's chips are no box of a TPU's torus, as a program's must be.
 
     torus: the chips along each axis of the slice; () where nobody knows, or there is none.
     """
@@ -131,7 +131,7 @@ def read_chip(path: Path, known: Chip | None) -> Chip:
 
 
 def _check_figures(path: Path, figures: dict[str, Any], names: tuple[str, ...]) -> None:
-    """Raise ValueError where a figure is unknown, or is no positive number."""
+    """Raise ValueError if a figure is unknown, or is no positive number."""
     for name, value in figures.items():
         if name not in names:
             raise ValueError(f"{path} has {name!r:.40}, which is no figure of a chip.")

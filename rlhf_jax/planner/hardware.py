@@ -56,7 +56,7 @@ class Hardware(NamedTuple):
     def with_network(self, gigabits: float) -> Hardware:
         """Return the same devices, each with so many gigabits a second of its node's network.
 
-        Raises ValueError where nothing goes over a network.
+        Raises ValueError if nothing goes over a network.
         """
         if self.platform != "gpu" or self.nodes == 1 or self.chip is None:
             raise ValueError(

@@ -64,7 +64,7 @@ def best_pipelined(prices: PlanPrices) -> FoundPlan:
     """Return the best plan that trains as pipelines, with all other calls placed by a search.
 
     Pipelines have all devices or, beside generation, the end of them. The gap is that of the
-    schedule and of where other calls are. Raises ValueError where there is none.
+    schedule and of where other calls are. Raises ValueError if there is none.
     """
     check_pipelined_training(prices.config)
     best = math.inf
@@ -131,7 +131,7 @@ def _joint_trainings(space: SearchSpace) -> list[tuple[dict[str, Placement], Joi
 
 
 def fastest_pipelined(space: SearchSpace) -> PipelinedTraining | None:
-    """Return the fastest way to train as pipelines that fits; None where none does."""
+    """Return the fastest way to train as pipelines that fits; None if none does."""
     best: PipelinedTraining | None = None
     for placements, joint in _joint_trainings(space):
         if best and best.joint.fused <= joint.quick_least:
@@ -146,7 +146,7 @@ def fastest_pipelined(space: SearchSpace) -> PipelinedTraining | None:
 def compare_trainings(prices: PlanPrices) -> TrainingComparison | None:
     """Compare updates as pipelines with those by FSDP and TP, each with its best micro-batch.
 
-    Other calls are left out of account. None where one of the two does not fit.
+    Other calls are left out of account. None if one of the two does not fit.
     """
     config = prices.config
     minibatch = derived.samples(config) // config.training.minibatches

@@ -64,7 +64,7 @@ def plan_run(config: Config, hardware: Hardware) -> Planned:
 
 
 def missing_inputs(config: Config) -> str:
-    """Say which devices or weights a run lacks here; '' where it could begin.
+    """Say which devices or weights a run lacks here; '' if it could begin.
 
     Weights of a hub name count as lacking: a plan is no reason to fetch them.
     """

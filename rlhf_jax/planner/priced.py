@@ -165,7 +165,7 @@ class PlanPrices:
         )
 
     def find(self, known: Sequence[PricedPlan], limit: float) -> FoundPlan | None:
-        """Return the best plan, never longer than one that is known; None where none fits.
+        """Return the best plan, never longer than one that is known; None if none fits.
 
         limit: CPU seconds.
         """

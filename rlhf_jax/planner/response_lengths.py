@@ -29,7 +29,7 @@ def read_percentiles(path: str) -> Percentiles:
     """Read a table of percentiles, or a law lognormal:MEDIAN:SIGMA:MOST of response tokens.
 
     The table is a CSV file with columns percentile, prompt_tokens, response_tokens, and a row of
-    means. Raises ValueError on another file, FileNotFoundError where there is none.
+    means. Raises ValueError on another file, FileNotFoundError if there is none.
     """
     if path.startswith(LOGNORMAL):
         return _lognormal(path)

@@ -70,7 +70,7 @@ def search_plans(config: Config, planned: Planned, lag: int = 0) -> Searched:
     """Find the best plan for a run's devices, and compare the config's own and the presets with it.
 
     lag: 1 for a run that draws the samples of the next step while it trains; the best plan without
-    is then compared, too. Raises ValueError where the devices' speeds are not known, no plan fits
+    is then compared, too. Raises ValueError if the devices' speeds are not known, no plan fits
     their memory, or none lets generation have devices of its own that must.
     """
     hardware = planned.hardware
@@ -165,7 +165,7 @@ def compare(
 def vary(config: Config, planned: Planned, plans: list[PricedPlan]) -> list[Variation]:
     """Price the plans of a search again with one efficiency of the chip changed at a time.
 
-    Those that do not fit are left out; nothing is said where there is none beside the found one.
+    Those that do not fit are left out; nothing is said if there is none beside the found one.
     """
     usable = [plan for plan in plans if plan.fits]
     if len(usable) < 2 or not plans[-1].fits:

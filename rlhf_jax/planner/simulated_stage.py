@@ -73,7 +73,7 @@ class SimulatedStage:
         return np.bincount(self.place[self.place >= 0], minlength=self.slices)
 
     def context(self) -> np.ndarray:
-        """Return the mean known tokens [slices] of a row, a fresh prompt's where there is none."""
+        """Return the mean known tokens [slices] of a row, a fresh prompt's if there is none."""
         on = self.place >= 0
         sums = np.bincount(self.place[on], self.done[on], minlength=self.slices)
         return self.prompt + sums / np.maximum(self.live, 1)

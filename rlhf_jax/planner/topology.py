@@ -38,7 +38,7 @@ CHIP_CONFIGS = {"v4": {"chip_config_name": "megacore"}}
 def topology_devices(hardware: Hardware) -> list[Any]:
     """Return the devices that a compiler here sees in some hardware, the same ones each time.
 
-    Raises ValueError, in one sentence, where nothing here compiles for the hardware.
+    Raises ValueError, in one sentence, if nothing here compiles for the hardware.
     """
     find = FINDERS.get(hardware.platform)
     if find is None:

@@ -94,7 +94,7 @@ class VerifiedPlan(NamedTuple):
 def verify_plan(config: Config, planned: Planned, observe: Callable[[str], None]) -> VerifiedPlan:
     """Compile the distinct programs of a run's plan, from shapes alone.
 
-    `observe` hears of each that is compiled. Raises ValueError where nothing compiles for the
+    `observe` hears of each that is compiled. Raises ValueError if nothing compiles for the
     hardware here.
     """
     began = time.perf_counter()
@@ -169,7 +169,7 @@ class CachingCompiler:
 def compile_figures(lowered: Lowered, flops: float) -> CompilerFigures:
     """Compile a program, and return what the compiler says of it.
 
-    Raises ValueError where it is refused for another reason than its size.
+    Raises ValueError if it is refused for another reason than its size.
     """
     began = time.perf_counter()
     try:

@@ -40,7 +40,7 @@ class Comparison(NamedTuple):
     names: list[str]
     # a key of the config or a file of own code, and its value or digest in each run
     differences: list[tuple[str, list[str]]]
-    configs: str  # a sentence where there are no differences
+    configs: str  # a sentence if there are no differences
     texts: str  # a sentence: whether their samples differ, and from which step on
     figures: list[tuple[str, list[str]]]  # a number, and what it is at last in each run
     charts: list[Chart]
@@ -50,7 +50,7 @@ class Comparison(NamedTuple):
 def write_comparison(workdirs: Sequence[str | pathlib.Path], path: pathlib.Path) -> Comparison:
     """Compare runs by their files, write that as one HTML file, and return it.
 
-    Errors are those of `read_run`, and OSError where the file cannot be written.
+    Errors are those of `read_run`, and OSError if the file cannot be written.
     """
     folders = [fetched(workdir) for workdir in workdirs]
     runs = [read_run(folder) for folder in folders]

@@ -63,7 +63,7 @@ def charts(run: RunRecord) -> list[Chart]:
 
 
 def drafts(run: RunRecord) -> bool:
-    """Tell whether this section has anything: a round had drafts, or a student learned."""
+    """Return whether this section has anything: a round had drafts, or a student learned."""
     chosen = any(row["drafter"] != "none" for row in run.strategies)
     return chosen or bool(series(run.metrics, "drafter/acceptance"))
 

@@ -53,7 +53,7 @@ class Figure:
 def write_report(workdir: str | pathlib.Path) -> pathlib.Path:
     """Write WORKDIR/report.html from the run's files, and return its path.
 
-    Errors are those of `read_run`, and OSError where the file cannot be written.
+    Errors are those of `read_run`, and OSError if the file cannot be written.
     """
     run = read_run(workdir)
     path = pathlib.Path(workdir).expanduser() / "report.html"

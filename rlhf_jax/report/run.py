@@ -75,7 +75,7 @@ class RunRecord:
     name: str
     date: datetime.date
     config: dict[str, Any]  # dotted names
-    title: str  # of what it does; '' where an older run did not say
+    title: str  # of what it does; '' if an older run did not say
     metrics: list[Row]  # a step each
     evaluations: list[Row]  # step and means, an evaluation each
     # none, one or two (step, samples); held out where `evaluations` is not empty
@@ -93,7 +93,7 @@ def read_run(workdir: str | pathlib.Path) -> RunRecord:
     """Return the run in `workdir`, whatever it has of its files.
 
     Those are config, about, metrics, evaluations, samples, strategies and traces. Raises
-    FileNotFoundError where there is neither config.json nor metrics.jsonl, ValueError at a damaged
+    FileNotFoundError if there is neither config.json nor metrics.jsonl, ValueError at a damaged
     line; a torn last line is left out, since the run may be writing it.
     """
     folder = pathlib.Path(workdir).expanduser().resolve()
@@ -129,17 +129,17 @@ def series(rows: list[Row], key: str, name: str = "") -> Series:
 
 
 def is_constant(line: Series) -> bool:
-    """Tell whether a number was the same at every step, of which there are several."""
+    """Return whether a number was the same at every step, of which there are several."""
     return len(line) > 1 and bool((line.values == line.values[0]).all())
 
 
 def _finite(value: object) -> bool:
-    """Tell whether a value is a finite number."""
+    """Return whether a value is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _document(path: pathlib.Path) -> dict[str, Any]:
-    """Return the content of a JSON file, or nothing where there is none."""
+    """Return the content of a JSON file, or nothing if there is none."""
     try:
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:
@@ -233,7 +233,7 @@ def _latest_trace(folder: pathlib.Path) -> Trace | None:
 
 
 def _read_trace(path: pathlib.Path) -> Trace:
-    """Read the trace of a step; ValueError where the file holds none."""
+    """Read the trace of a step; ValueError if the file holds none."""
     try:
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
         # The complete events are spans, and the threads are the lanes.

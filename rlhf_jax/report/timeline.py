@@ -166,7 +166,7 @@ def _within(part: Trace, chosen: np.ndarray, weights: np.ndarray, edges: np.ndar
 def _bars(seen: Busy, edges: np.ndarray, bounds: list[int]) -> list[tuple[str, float, float]]:
     """Return (class, left, right) of runs of columns alike.
 
-    There is none where a lane did nothing for most of a column.
+    There is none if a lane did nothing for most of a column.
     """
     shade = np.searchsorted(bounds, np.minimum(seen.rows, bounds[-1]) - 1e-6)
     kind = np.where(seen.inference > seen.generate, len(bounds), shade)

@@ -46,7 +46,7 @@ def offer(function: Reward, identity: str = "") -> str:
     """Let a config name a function of this process; return the spec that names it.
 
     The function is known by its source and the plain values of its closure, or by `identity`.
-    Raises ValueError where neither is there.
+    Raises ValueError if neither is there.
     """
     if not identity:
         try:

@@ -67,7 +67,7 @@ RewardReply = WorkerImports | WorkerReady | RewardResults | RewardFailure
 
 
 def send(pipe: connection.Connection, message: RewardCall | RewardReply) -> None:
-    """Send a message; raise ValueError where it holds what cannot travel or is too long."""
+    """Send a message; raise ValueError if it holds what cannot travel or is too long."""
     largest = LARGEST_REPLY
     if isinstance(message, RewardCall):
         largest = LARGEST_CALL
@@ -85,7 +85,7 @@ def receive_call(pipe: connection.Connection) -> RewardCall:
     """Return the next call.
 
     Raises ValueError for bytes that are none, EOFError where the trainer has closed its end, and
-    OSError where there are too many bytes.
+    OSError if there are too many bytes.
     """
     return messages.decode(pipe.recv_bytes(LARGEST_CALL), "the pipe of calls", RewardCall)
 
@@ -94,7 +94,7 @@ def receive_reply(pipe: connection.Connection, largest: int) -> RewardReply:
     """Return the next reply, of at most so many bytes.
 
     Raises ValueError for bytes that are none, EOFError where the process has closed its end,
-    BlockingIOError where a reply that began does not go on, and OSError where there are too many
+    BlockingIOError where a reply that began does not go on, and OSError if there are too many
     bytes.
     """
     data = pipe.recv_bytes(largest)

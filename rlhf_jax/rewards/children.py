@@ -41,7 +41,7 @@ class Child(abc.ABC):
 
     @property
     def busy(self) -> bool:
-        """Tell whether something is to come of it."""
+        """Return whether something is to come of it."""
         return not self.ready or bool(self.deadlines)
 
     @property
@@ -51,7 +51,7 @@ class Child(abc.ABC):
 
     @abc.abstractmethod
     def gone(self) -> bool:
-        """Tell whether it has ended."""
+        """Return whether it has ended."""
 
     @abc.abstractmethod
     def ending(self) -> str:
@@ -70,7 +70,7 @@ class ProcessChild(Child):
     lifeline: connection.Connection  # closed by the kernel, whatever ends this process
 
     def gone(self) -> bool:
-        """Tell whether the process has ended."""
+        """Return whether the process has ended."""
         return self.process.poll() is not None
 
     def ending(self) -> str:
@@ -99,7 +99,7 @@ class ThreadChild(Child):
     thread: threading.Thread
 
     def gone(self) -> bool:
-        """Tell whether the thread has ended."""
+        """Return whether the thread has ended."""
         return not self.thread.is_alive()
 
     def ending(self) -> str:

@@ -121,7 +121,7 @@ def weighted(
 
     known: by term, results that some responses have already, by their index. A response fails where
     any term fails, for the reason of the first such term. `reward/<name>/mean` is over the
-    responses that the term could score, and left out where there are none; `reward/<name>/failed`
+    responses that the term could score, and left out if there are none; `reward/<name>/failed`
     counts the others. `reward/<name>/<number>` is the mean of a number beside the reward over those
     that have it, and `reward/<name>/<number>/failed` counts those where it was not finite, if any.
     Broken where a term is, and none of its results was known.

@@ -76,7 +76,7 @@ class Parameters(NamedTuple):
 def signature_of(function: Callable[..., Any]) -> Signature:
     """Read how a function wants to be called; one that says nothing takes a response at a time.
 
-    Raises ValueError where it has a parameter without a default that no call could fill.
+    Raises ValueError if it has a parameter without a default that no call could fill.
     """
     is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
     parameters = _parameters_of(function)

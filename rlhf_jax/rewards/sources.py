@@ -34,7 +34,7 @@ class RewardSource(Protocol):
         ...
 
     def check(self, spec: str) -> None:
-        """Raise ValueError or FileNotFoundError, in one sentence, where the spec cannot work."""
+        """Raise ValueError or FileNotFoundError, in one sentence, if the spec cannot work."""
         ...
 
     def open(
@@ -88,7 +88,7 @@ SOURCES: dict[str, RewardSource] = {}  # by scheme
 def register(scheme: str, source: RewardSource) -> None:
     """Let rewards of a config be `SCHEME://...`, as the source reads it.
 
-    Raises ValueError where the scheme is taken, or is none.
+    Raises ValueError if the scheme is taken, or is none.
     """
     if not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme):
         raise ValueError(f"A reward's scheme cannot be {scheme!r}: use small letters and digits.")
@@ -98,7 +98,7 @@ def register(scheme: str, source: RewardSource) -> None:
 
 
 def source_of(spec: str) -> RewardSource:
-    """Return the source of a spec; raises ValueError where its scheme is not registered."""
+    """Return the source of a spec; raises ValueError if its scheme is not registered."""
     scheme, separator, _ = spec.partition("://")
     if not separator:
         return PYTHON_FUNCTIONS
@@ -137,7 +137,7 @@ def check_sources(config: Config) -> dict[str, Signature]:
 
 
 def check_columns(signatures: Mapping[str, Signature], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError where a function names a column that none of the prompts' rows has."""
+    """Raise ValueError if a function names a column that none of the prompts' rows has."""
     there = {name for row in rows for name in row}
     answers = {"ground_truth"} if ANSWERS in there else set()
     for spec, signature in signatures.items():

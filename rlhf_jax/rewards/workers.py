@@ -55,7 +55,7 @@ class Workers:
     the call has. A call that raises, gives no finite float32, takes too long (never, with math.inf
     seconds), sends anything but a reply or ends its process fails alone; the process is replaced.
     An async function has up to `concurrency` calls under way; where their process ends, each is
-    done again, alone. ValueError where the reward is broken: it cannot be imported, or it has never
+    done again, alone. ValueError if the reward is broken: it cannot be imported, or it has never
     given a number yet and fails on every answer, or hangs. `observe` is called after every wait for
     results, of a second at most; it may raise to stop the call. Where nothing comes for `silence`
     seconds, a warning says so. Leaving the context kills the processes and all that they have
@@ -146,7 +146,7 @@ class Workers:
     def collect(self) -> dict[int, RewardResult]:
         """Return the results of all calls that were begun, by key; wait for them.
 
-        There are none where the reward never gave a number, so that a call finds that out.
+        There are none if the reward never gave a number, so that a call finds that out.
         """
         self._wait_while(lambda: any(number in self._calls for number in self._begun))
         found: dict[int, RewardResult] = {}

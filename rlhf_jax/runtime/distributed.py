@@ -49,7 +49,7 @@ messages.register_error(jax.errors.JaxRuntimeError)
 
 
 def started() -> bool:
-    """Say whether this is one of several processes."""
+    """Return whether this is one of several processes."""
     return jax_internals.coordination().client is not None
 
 
@@ -58,7 +58,7 @@ def signer() -> Signer:
     """Return what this process signs with, after all ranks have made a key of this attempt.
 
     The key is made of the run's secret and of fresh random bytes of every rank, so that no word of
-    another run, or of an earlier attempt of this one, is of any use. Raises ValueError where a rank
+    another run, or of an earlier attempt of this one, is of any use. Raises ValueError if a rank
     has no secret, or another one.
     """
     secret = signing.read_secret()
@@ -95,7 +95,7 @@ def rank() -> int:
 
 
 def leads() -> bool:
-    """Say whether this is the process that writes and shows."""
+    """Return whether this is the process that writes and shows."""
     return rank() == LEADER
 
 
@@ -123,7 +123,7 @@ def divide() -> None:
 
 
 def is_divided() -> bool:
-    """Say whether a call may run on the devices of some processes alone."""
+    """Return whether a call may run on the devices of some processes alone."""
     return _divided.is_set()
 
 
@@ -214,7 +214,7 @@ def run_on_leader(work: Callable[[], T]) -> T:
 
 
 def is_of_device(error: BaseException) -> bool:
-    """Say whether a device failed, or another process: nothing that was asked or read."""
+    """Return whether a device failed, or another process: nothing that was asked or read."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         return True
     message = str(error)
@@ -237,7 +237,7 @@ def _lay(name: str, value: object, signer: Signer) -> None:
 
 
 def read_published(name: str, kind: type[T]) -> T | None:
-    """Return the value of a name now, without waiting; None where there is none.
+    """Return the value of a name now, without waiting; None if there is none.
 
     What no process of this run has signed is ignored, with a warning. Raises ValueError, which
     names the channel, where what lies there is no such value.
@@ -271,7 +271,7 @@ def _await(name: str, kind: type[T]) -> T:
 
 
 def wait_published(name: str, kind: type[T], seconds: float) -> T | None:
-    """Return the value of a name once it is there; None where it has not come within so long."""
+    """Return the value of a name once it is there; None if it has not come within so long."""
     return _wait(name, kind, seconds, signer())
 
 
@@ -294,7 +294,7 @@ def _wait(name: str, kind: type[T], seconds: float, signer: Signer) -> T | None:
 def publish_if_absent(name: str, value: T) -> T:
     """Lay a value unless one of its name lies there; return the one that does then.
 
-    Raises ValueError where that one is not of this run: ranks that laid theirs over it could each
+    Raises ValueError if that one is not of this run: ranks that laid theirs over it could each
     believe to have been the first.
     """
     with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -317,7 +317,7 @@ def _channel(name: str) -> str:
 
 
 def all_here(name: str, seconds: float = PATIENCE) -> bool:
-    """Say whether all processes come to the place of this name within so many seconds.
+    """Return whether all processes come to the place of this name within so many seconds.
 
     A name is good for one time.
     """

@@ -35,7 +35,7 @@ class Registry(dict[str, T]):
         return found
 
     def require(self, name: str) -> None:
-        """Raise ValueError, in one sentence, where there is nothing of that name."""
+        """Raise ValueError, in one sentence, if there is nothing of that name."""
         if name not in self and not is_of_file(name):
             known = ", ".join(own for own in self if not is_of_file(own))
             raise ValueError(
@@ -45,7 +45,7 @@ class Registry(dict[str, T]):
 
 
 def is_of_file(name: str) -> bool:
-    """Tell whether a name is FILE.py:NAME."""
+    """Return whether a name is FILE.py:NAME."""
     file, _, own = name.rpartition(":")
     return file.endswith(".py") and own.isidentifier()
 

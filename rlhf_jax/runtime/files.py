@@ -25,7 +25,7 @@ def find(name: str | Path, folder: str | Path = "") -> Path:
 
 
 def is_remote(place: str | Path) -> bool:
-    """Tell whether a place is a URL, such as gs://bucket/prompts.jsonl."""
+    """Return whether a place is a URL, such as gs://bucket/prompts.jsonl."""
     return "://" in str(place)
 
 
@@ -33,7 +33,7 @@ def is_remote(place: str | Path) -> bool:
 def alone(folder: Path, workdir: str | Path) -> Iterator[None]:
     """Keep other runs in `workdir` from the folder within the context.
 
-    The lock ends with the process, however that ends. Raises ValueError where another has it.
+    The lock ends with the process, however that ends. Raises ValueError if another has it.
     """
     place = os.open(folder, os.O_RDONLY)
     try:

@@ -30,7 +30,7 @@ def reading_foreign(file: Path, kind: str) -> Iterator[None]:
     """Turn whatever the content of a file raises within the context into one ValueError.
 
     kind: what the file should be, as "a safetensors file". A sentence that names the file already
-    stays as it is. Raises FileNotFoundError where there is none, and OSError where the disk fails.
+    stays as it is. Raises FileNotFoundError if there is none, and OSError if the disk fails.
     """
     if not file.exists():
         raise FileNotFoundError(f"{file} is missing; give the path of {kind}.")
@@ -91,7 +91,7 @@ def read_json(file: Path) -> dict[str, Any]:
 def check_kinds(
     content: Mapping[str, Any], kinds: Mapping[str, tuple[type, ...]], file: Path
 ) -> None:
-    """Raise ValueError where a key of a JSON object has a value of none of its kinds.
+    """Raise ValueError if a key of a JSON object has a value of none of its kinds.
 
     null stands for a key that is not there.
     """
@@ -103,7 +103,7 @@ def check_kinds(
 
 
 def has_surrogate(value: Any) -> bool:
-    """Tell whether half a character stands anywhere in a value, which may be nested."""
+    """Return whether half a character stands anywhere in a value, which may be nested."""
     if isinstance(value, Mapping):
         return any(has_surrogate(key) or has_surrogate(one) for key, one in value.items())
     if isinstance(value, list | tuple):

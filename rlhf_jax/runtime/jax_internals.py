@@ -36,7 +36,7 @@ class Verdict(NamedTuple):
 
 
 def read_verdict(words: str) -> Verdict | None:
-    """Return why XLA ends this process, by what it wrote; None where that is something else."""
+    """Return why XLA ends this process, by what it wrote; None if that is something else."""
     _, found, words = words.rpartition(FATAL)
     if not found:
         return None

@@ -38,10 +38,10 @@ def start(
 ) -> None:
     """Join the others, before any device is touched.
 
-    heartbeat: seconds of silence after which a rank is lost, which all must give alike; None where
+    heartbeat: seconds of silence after which a rank is lost, which all must give alike; None if
     this one could not read them. What libraries write goes to the workdir, once it is there. sends:
     arrays go from process to process, for which those of one machine without accelerators listen
-    on its loopback. Raises ValueError in one sentence where the others cannot be found.
+    on its loopback. Raises ValueError in one sentence if the others cannot be found.
     """
     virtual = "--xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if place.size != 1 or virtual:
@@ -77,7 +77,7 @@ def start(
 
 
 def _check_alike(heartbeat: int | None) -> None:
-    """Raise ValueError where rank 0 waits for another heartbeat: it would take this rank for lost.
+    """Raise ValueError if rank 0 waits for another heartbeat: it would take this rank for lost.
 
     Nothing is compared where a rank could not read its own: it is about to say why.
     """

@@ -167,7 +167,7 @@ def sentence(
     stood_still: float,
     file_of: Callable[[int], Path],
 ) -> str:
-    """Return what a rank says of those that are lost; '' where a lower one says it.
+    """Return what a rank says of those that are lost; '' if a lower one says it.
 
     stood_still: seconds for which this rank did, of late. file_of: where a rank's libraries write.
     """
@@ -211,7 +211,7 @@ def lowest_but(lost: Iterable[int], size: int) -> int:
 
 
 def _now() -> float:
-    """Return seconds of a clock that goes on while the host sleeps, where there is one."""
+    """Return seconds of a clock that goes on while the host sleeps, if there is one."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 

@@ -49,7 +49,7 @@ class _Form(NamedTuple):
 def register(cls: type[T]) -> type[T]:
     """Let instances of a dataclass travel, under the name of the class; for its owner to call.
 
-    Field types are checked where an instance arrives. Raises ValueError where the name is taken.
+    Field types are checked where an instance arrives. Raises ValueError if the name is taken.
     """
     tag = cls.__name__
     if tag in _FORMS and _FORMS[tag].of is not cls:
@@ -164,7 +164,7 @@ def _build(lowered: Any, depth: int) -> Any:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Say whether a value is of an annotated type, items of lists, tuples and dicts included."""
+    """Return whether a value is of an annotated type, items of lists, tuples and dicts included."""
     origin = typing.get_origin(hint)
     of = typing.get_args(hint)
     if hint is Any:

@@ -32,7 +32,7 @@ INTERVAL = 30.0  # seconds between two transfers
 
 
 def require(workdir: str) -> None:
-    """Raise ValueError where a workdir is a URL that cannot be used here; nothing is opened."""
+    """Raise ValueError if a workdir is a URL that cannot be used here; nothing is opened."""
     if is_remote(workdir):
         if distributed.started():
             raise ValueError(
@@ -56,7 +56,7 @@ def mirrored(workdir: str) -> Iterator[None]:
     """Keep `workdir`, where it is a URL, and its copy here alike within the context.
 
     The copy becomes what lies behind the URL, unless it is that and what was not sent yet. Raises
-    ValueError, or OSError where the URL cannot be read and written.
+    ValueError, or OSError if the URL cannot be read and written.
     """
     if not is_remote(workdir):
         yield
@@ -114,7 +114,7 @@ class _Mirror:
         self._warned = False
 
     def is_further(self) -> bool:
-        """Tell whether the copy is what lies behind the URL, and perhaps what was not sent yet."""
+        """Return whether the copy is what lies behind the URL, and perhaps what was not sent yet."""
         own = self._folder / INDEX
         with self._one_sentence("read"):
             return own.is_file() and json.loads(own.read_bytes()) == self._read_index()
@@ -212,7 +212,7 @@ class _Mirror:
         return sizes
 
     def _read_index(self) -> dict[str, Any]:
-        """Return the index; where there is none, somebody else has put whole files there."""
+        """Return the index; if there is none, somebody else has put whole files there."""
         try:
             return json.loads(self._files.cat_file(f"{self._root}/{INDEX}"))
         except FileNotFoundError:
@@ -241,7 +241,7 @@ class _Mirror:
 
 
 def _open(url: str) -> tuple[Any, str]:
-    """Return the file system of a URL and the path in it; ValueError where its package lacks."""
+    """Return the file system of a URL and the path in it; ValueError if its package lacks."""
     try:
         fsspec = importlib.import_module("fsspec")
         options = {"auto_mkdir": True} if url.startswith("file://") else {}

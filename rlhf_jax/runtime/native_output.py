@@ -73,7 +73,7 @@ class NativeLog:
         return (self._workdir or Path()) / FOLDER / f"rank-{rank}.txt"
 
     def words(self) -> str:
-        """Return what libraries wrote last in this process; '' where that is discarded."""
+        """Return what libraries wrote last in this process; '' if that is discarded."""
         with contextlib.suppress(OSError), self.path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(self._began, size - READ_BYTES))

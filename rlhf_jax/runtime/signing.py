@@ -73,7 +73,7 @@ class Signer:
 
 
 def read_secret() -> bytes | None:
-    """Return what the processes of a run share; None where the environment names nothing.
+    """Return what the processes of a run share; None if the environment names nothing.
 
     What stands in the environment itself is taken out of it: processes that this one begins, with a
     reward's code in them, are not handed it. Raises ValueError for a secret that is short, and for

@@ -1,4 +1,4 @@
-"""What a run will use, printed before it begins."""
+"""Describe the resources of a run, printed before it begins."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LINES_REASON = {
 
 
 def print_setup(spec: RunSpec) -> None:
-    """Print what the run will use; raise ValueError where it does not fit."""
+    """Print the resources of the run; raise ValueError if it does not fit."""
     config = spec.config
     layout = training_layout(spec.layouts)
     policy = spec.policy
@@ -87,7 +87,7 @@ def print_setup(spec: RunSpec) -> None:
 
 
 def placement_rows(devices: str, plan: Plan) -> list[tuple[str, str]]:
-    """Say which devices there are, and how they are split: alike for all calls, or call by call."""
+    """Describe the devices and how calls share them: alike for all calls, or call by call."""
     if not plan.is_uniform:
         return [("devices", devices), ("plan", "\n".join(plan.table()))]
     shape = next(iter(plan.placements.values())).shape
@@ -97,7 +97,7 @@ def placement_rows(devices: str, plan: Plan) -> list[tuple[str, str]]:
 
 
 def learning_rows(spec: RunSpec) -> list[tuple[str, str]]:
-    """Say the policy's learning rate, and whether it follows from its size."""
+    """Describe the policy's learning rate, and whether it is the default for its size."""
     config = spec.config
     if not derived.trains(config, "policy"):
         return []
@@ -110,7 +110,7 @@ def learning_rows(spec: RunSpec) -> list[tuple[str, str]]:
 
 
 def disk_line(spec: RunSpec) -> str:
-    """Say what checkpoints and the folders of trained models take in the workdir, and what is free.
+    """Describe the disk space that checkpoints and exported models need, and the free space.
 
     A checkpoint holds float32 weights and the optimizer's two moments of each.
     """
@@ -122,7 +122,7 @@ def disk_line(spec: RunSpec) -> str:
     weights = 4 * sum(map(count_weights, shapes))
     checkpoint = 3 * weights
     kept = config.checkpoint.keep * bool(config.checkpoint.every)
-    # The one that is being written stands beside those that are kept.
+    # A checkpoint being written exists in addition to those that are kept.
     folders = 4 * count_weights(models.policy) * (1 + bool(config.checkpoint.best))
     total = (kept + bool(kept)) * checkpoint + folders
     size = f"up to {total / GIGA:.1f} GB"
@@ -142,7 +142,7 @@ def disk_line(spec: RunSpec) -> str:
 
 
 def work_rows(config: Config) -> list[tuple[str, str]]:
-    """Say how much a step and all steps generate, or are given."""
+    """Describe how much a step and all steps generate, or are given."""
     samples = derived.samples(config)
     tokens = samples * derived.response_tokens(config)
     way = config.generation.strategy if derived.generates(config) else "given"
@@ -153,7 +153,7 @@ def work_rows(config: Config) -> list[tuple[str, str]]:
 
 
 def _kernels_lines(reasons: dict[str, str]) -> str:
-    """Write one line for each choice and its reason, after the kernels that it holds for."""
+    """Write one line for each choice and its reason, after the kernels it holds for."""
     alike: dict[str, list[str]] = {}
     for kernel, reason in reasons.items():
         alike.setdefault(reason, []).append(kernel)
@@ -163,9 +163,9 @@ def _kernels_lines(reasons: dict[str, str]) -> str:
 
 
 def _drafter_line(spec: RunSpec) -> str:
-    """Say what drafts and where its weights begin.
+    """Describe the drafter and the source of its weights.
 
-    Their digest, too, as another run may find others in the same place.
+    It includes their digest, as another run may find other weights in the same place.
     """
     drafter = spec.drafter
     begins = f"{drafter.path.name} ({digest(drafter)})" if drafter else "the model's own layers"
@@ -176,6 +176,6 @@ def _drafter_line(spec: RunSpec) -> str:
 
 
 def _prompts_line(prompts: Prompts, path: str) -> str:
-    """Count the prompts of a file, and those that were dropped, by the reason."""
+    """Count the prompts of a file, and the dropped ones by reason."""
     dropped = [f", {count} {reason} dropped" for reason, count in prompts.dropped.items()]
     return f"{len(prompts)} from {path}{''.join(dropped)}"

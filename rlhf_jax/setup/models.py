@@ -1,4 +1,4 @@
-"""The models of a run: loaded where they lie, with optimizers, or as shapes."""
+"""Load the models of a run to their devices, with optimizers, or make their shapes."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from rlhf_jax.types import Model, Trained
 
 
 def load(source: Source, layout: Layout) -> Model:
-    """Load weights as the layout splits them, in its dtype, each device reading its own part."""
+    """Load weights sharded as in the layout, in its dtype; each device reads its own part."""
     shapes = abstract_weights(source.config, layout.dtype)
     return source.load(layout.dtype, model_shardings(shapes, layout))
 
 
 def load_idle(source: Source, layout: Layout, config: Config) -> Model:
-    """Load a model that only scores, to where it waits until it does."""
+    """Load a model that only scores, to the memory where it waits between uses."""
     model = load(source, layout)
     return offload(model) if config.mesh.idle_on_host else model
 
 
 def learning_rates(config: Config) -> dict[str, optax.ScalarOrSchedule]:
-    """Return the learning rate, by role, of what is trained on the samples of a step.
+    """Return the learning rates, by role, of the models trained on the samples of a step.
 
-    Critics have their own beside a policy that learns, and are else what training is about.
+    Critics have their own rate if a policy learns, and otherwise the one of training.
     """
     training = config.training
     critic = config.critic
@@ -61,7 +61,7 @@ def learning_rates(config: Config) -> dict[str, optax.ScalarOrSchedule]:
 
 
 def make_optimizers(spec: RunSpec) -> dict[str, optax.GradientTransformation | None]:
-    """Make those of what is trained, by role; None of a model that stays as it is."""
+    """Make the optimizers by role; None for a frozen model."""
     config = spec.config
     training = config.training
     make = functools.partial(
@@ -80,10 +80,9 @@ def make_optimizers(spec: RunSpec) -> dict[str, optax.GradientTransformation | N
 def initial_models(
     spec: RunSpec, read: Callable[[Source, Layout], Model] = load
 ) -> dict[str, Trained]:
-    """Return what is trained, by role, before the first step.
+    """Return the trained models by role, before the first step.
 
-    read: loads weights, or makes their shapes: of these the models are shapes, too, that say where
-    they lie.
+    read: loads weights or makes their shapes; with shapes the models are shapes with shardings.
     """
     layouts = spec.layouts
     optimizers = make_optimizers(spec)
@@ -106,19 +105,19 @@ def initial_models(
 
 
 def source_shapes(source: Source, layout: Layout) -> Model:
-    """Return the shapes of a source's weights as a layout has them."""
+    """Return the shapes of a source's weights in a layout."""
     return abstract_weights(source.config, layout.dtype)
 
 
 def _critic(model: Model) -> Model:
-    """Return a reward model as it is, and of a language model the trunk."""
+    """Return a reward model unchanged, and a language model's trunk with a new scalar head."""
     return model if model.config.scalar_head else critic_of(model)
 
 
 def frozen_models(spec: RunSpec) -> dict[str, Model]:
-    """Load the models that are not trained, by role.
+    """Load the frozen models, by role.
 
-    A student is part of the state; where one is kept current, it is here as it began.
+    A student is part of the state; if it learns during the run, its initial weights are here.
     """
     config = spec.config
     layouts = spec.layouts

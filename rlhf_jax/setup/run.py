@@ -1,4 +1,4 @@
-"""From what is opened to a run: models loaded, rewards started, settings settled."""
+"""From a run specification to a run: load models, start rewards, build settings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rlhf_jax.sources.drawn import SampleSource
 from rlhf_jax.sources.given import GivenSamples, sequences_of
 from rlhf_jax.sources.rollouts import Rollouts
 
-# Added to the seed by exclusive or: keeps evaluation's noise apart from training's.
+# Combined with the seed by exclusive or: keeps evaluation's noise apart from training's.
 EVALUATION_SEED = 1 << 31
 
 
@@ -42,10 +42,10 @@ def make_run(
     programs: Programs,
     remat: bool,
 ) -> Run:
-    """Load the models that are not trained, start the rewards, and settle all that stays the same.
+    """Load the frozen models, start the rewards, and build all constants of the run.
 
-    programs: where what is compiled beside the run goes. remat: what the run began with. The stack
-    ends the reward's processes; `alive` hears them work.
+    programs: for background compilation. remat: as the run began with. The stack ends the reward's
+    processes; `alive` is called as they work.
     """
     config = spec.config
     frozen = frozen_models(spec)
@@ -96,7 +96,7 @@ def _evaluation(
     stack: contextlib.ExitStack,
     alive: Callable[[], None],
 ) -> EvaluationSettings:
-    """Start what measures held-out texts: the reward, and measures that are never trained on."""
+    """Start the measures of held-out texts: the reward, and metrics that are never trained on."""
     config = spec.config
     measures: dict[str, Scorer] = {}
     if function := rewards.function:

@@ -1,4 +1,4 @@
-"""What a config describes, opened and checked: sources, prompts, devices; no weight is loaded."""
+"""Open and check all that a config names: sources, prompts, devices; no weight is loaded."""
 
 from __future__ import annotations
 
@@ -42,31 +42,31 @@ from rlhf_jax.setup.calls import count_devices, place_calls
 from rlhf_jax.training.distill import student_config
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
-ENDS = "the tokens that end a text"  # as an identity names them; checkpoints of before have none
+ENDS = "the tokens that end a text"  # key in an identity; early checkpoints have none
 
 
 @dataclasses.dataclass(frozen=True)
 class RunSpec:
-    """Hold what a config describes, opened and checked; no weight is loaded."""
+    """Hold the opened and checked parts of a config; no weight is loaded."""
 
     config: Config
     policy: Source
     drafter: Source | None
-    # of which each critic is made: the policy's own where its trunk is taken
+    # initial model of each critic: the policy itself if its trunk is used
     critic: Source
     rewards: tuple[Source, ...]
     prompts: Prompts
-    # of each prompt the samples that are given with it; none where the policy writes them
+    # by prompt, the given samples; none if the policy generates them
     given: list[list[Given]]
-    # of each held-out prompt likewise
+    # by held-out prompt, likewise
     held_out_given: list[list[Given]]
     held_out: Prompts | None
-    # which devices each call has, and the layouts that follow
+    # the devices of each call, and the layouts that follow
     plan: Plan
     layouts: CallLayouts
-    # why each kernel is what it is, by the kernel's name
+    # the reason for each kernel, by the kernel's name
     kernel_reasons: dict[str, str]
-    # whether the backward pass computes layers again, and why
+    # whether the backward pass recomputes layers, and why
     remat: bool
     remat_reason: str
 
@@ -78,7 +78,6 @@ class RunSpec:
 
     @property
     def models(self) -> ModelConfigs:
-        """Return the shapes of all models."""
         drafter = self.student or (self.drafter and self.drafter.config)
         rewards = tuple(source.config for source in self.rewards)
         critics = dict.fromkeys(derived.critics(self.config), self.critic.config)
@@ -86,15 +85,15 @@ class RunSpec:
 
     @property
     def workdir(self) -> Path:
-        """Return the folder in which all of the run lives; of a URL its copy on this machine."""
+        """Return the folder of the run; for a URL its copy on this machine."""
         return folder_of(self.config.workdir)
 
 
 def date_of_run(config: Config) -> str:
-    """Return the day that chat templates are told, YYYY-MM-DD: a run that goes on keeps its own.
+    """Return the day for chat templates, YYYY-MM-DD; a resumed run keeps its own.
 
     It is the config's, else that of the run's latest checkpoint, else today: a run that was ended
-    before its first checkpoint has nothing to go on from.
+    before its first checkpoint has nothing to resume from.
     """
     if config.data.date:
         return config.data.date
@@ -103,9 +102,9 @@ def date_of_run(config: Config) -> str:
 
 
 def prepare(config: Config) -> RunSpec:
-    """Open what the config names.
+    """Open everything that the config names.
 
-    Raises ValueError or OSError, in one sentence, for the first thing that is wrong.
+    Raises ValueError or OSError, in one sentence, for the first problem.
     """
     require_texts(config)
     config = settled(config)
@@ -149,7 +148,7 @@ def prepare(config: Config) -> RunSpec:
 
 
 def _placed(spec: RunSpec) -> RunSpec:
-    """Place the calls of a run on its devices, and settle whether layers are computed again."""
+    """Place the calls of a run on its devices, and decide whether layers are recomputed."""
     config = spec.config
     devices = jax.devices()
     slices = [getattr(device, "slice_index", 0) for device in devices]
@@ -169,7 +168,7 @@ def _placed(spec: RunSpec) -> RunSpec:
 
 
 def _open_dated(path: str, config: Config) -> Source:
-    """Open a model whose chat template is told the day of the config, where that has one."""
+    """Open a model whose chat template uses the config's day, if that is set."""
     source = open_source(path)
     if not config.data.date:
         return source
@@ -178,7 +177,7 @@ def _open_dated(path: str, config: Config) -> Source:
 
 
 def _read_samples(config: Config, policy: Source, key: str) -> tuple[Prompts, list[list[Given]]]:
-    """Read the prompts of data.train or data.eval, and the samples that are given with them."""
+    """Read the prompts of data.train or data.eval, and the samples given with them."""
     return read_given(
         _read_prompts(config, policy, key),
         algorithm_of(config).given,
@@ -192,7 +191,7 @@ def _read_samples(config: Config, policy: Source, key: str) -> tuple[Prompts, li
 
 
 def _read_prompts(config: Config, policy: Source, key: str) -> Prompts:
-    """Read the prompts that `data.train` or `data.eval` names, as the policy's tokens."""
+    """Read the prompts of `data.train` or `data.eval`, in the policy's tokens."""
     data = config.data
     left_out: list[str] = []
     rows = read(
@@ -219,7 +218,7 @@ def _read_prompts(config: Config, policy: Source, key: str) -> Prompts:
 
 
 def _model_warnings(spec: RunSpec) -> Iterator[str]:
-    """Say what a run does that hardly is meant: waits for networks, idles, or never ends a text."""
+    """Yield warnings about likely mistakes: network waits, idle devices, texts that never end."""
     config = spec.config
     layouts = spec.layouts
     if layout := layouts.get("generation"):
@@ -240,8 +239,8 @@ def _model_warnings(spec: RunSpec) -> Iterator[str]:
 
 
 def identity(spec: RunSpec) -> dict[str, Any]:
-    """Return what a checkpoint must share with the run that goes on from it, by name."""
-    # First what another difference may come of: templates that print the day make other prompts.
+    """Return the facts, by name, that a checkpoint must share with a run that resumes from it."""
+    # The date first, as it may cause other differences: templates that print it change prompts.
     found: dict[str, Any] = {"data.date": spec.config.data.date}
     critic = spec.critic if derived.critics(spec.config) else None
     for name, model in (("policy", spec.policy), ("critic", critic)):
@@ -262,7 +261,7 @@ def identity(spec: RunSpec) -> dict[str, Any]:
 
 
 def check_alike(spec: RunSpec) -> None:
-    """Raise ValueError where a process was given another config, model or data than the leader."""
+    """Raise ValueError if a process has another config, model or data than the leader."""
     if not distributed.started():
         return
     found = distributed.gather(identity(spec) | flat(spec.config))
@@ -276,7 +275,7 @@ def check_alike(spec: RunSpec) -> None:
 
 
 def register_own(config: Config) -> None:
-    """Register the drafters and families that a config names by FILE.py:NAME; again is no harm."""
+    """Register the drafters and families that a config names by FILE.py:NAME; repeating is safe."""
     for name in config.generation.drafters:
         found = load_named(name, "generation.drafters")
         register_drafter(found() if isinstance(found, type) else found)

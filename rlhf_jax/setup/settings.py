@@ -1,4 +1,4 @@
-"""Settings of each stage, from what is opened."""
+"""Build the settings of each stage from a run specification."""
 
 from __future__ import annotations
 
@@ -34,21 +34,20 @@ from rlhf_jax.training.gradients import Learner
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import Model
 
-# Tokens that are remembered of each held-out prompt: its last samples are the next one's drafts.
+# Tokens kept of each held-out prompt: its last samples are the drafts of the next ones.
 ALL_TOKENS = 1 << 40
 
 
 def batches(spec: RunSpec) -> Batches:
-    """Make the order of the prompts."""
     config = spec.config
     return Batches(len(spec.prompts), derived.prompts(config), config.seed)
 
 
 def generation_settings(spec: RunSpec, programs: Programs) -> GenerationSettings:
-    """Settle how a run generates; rounds are compiled among the run's programs.
+    """Build the settings of generation; rounds are compiled among the run's programs.
 
-    What is compiled at which time depends on the clock, as does a plan of several processes: a run
-    that is to repeat itself does without them.
+    Background compilation depends on the clock, as does an assignment by several processes: a
+    deterministic run does without them.
     """
     config = spec.config
     generation = config.generation
@@ -58,7 +57,7 @@ def generation_settings(spec: RunSpec, programs: Programs) -> GenerationSettings
         compiler = BackgroundCompiler(programs)
     scoring_seconds = 0.0
     if generation.fuse_inference:
-        # The time in which a slice scores a token under all models.
+        # The seconds that a slice takes to score a token under all models.
         models = spec.models.scorers(derived.calls(config))
         flops = sum(prior.work(model, layout.dtype.itemsize).token_flops for model in models)
         devices = layout.extent(AXES) / layout.slices
@@ -81,7 +80,7 @@ def generation_settings(spec: RunSpec, programs: Programs) -> GenerationSettings
 
 
 def _decoding(spec: RunSpec) -> GenerationConfig:
-    """Settle what one call of `generate` does."""
+    """Build the options of one call of `generate`."""
     strategies = drafting.strategies(spec.config).strategies
     policy = spec.policy
     return GenerationConfig.from_config(
@@ -90,7 +89,7 @@ def _decoding(spec: RunSpec) -> GenerationConfig:
 
 
 def learners(spec: RunSpec, remat: bool) -> dict[str, Learner]:
-    """Settle what is trained on the samples of a step, and how, by role."""
+    """Build the learners of a step by role."""
     optimizers = make_optimizers(spec)
     rates = learning_rates(spec.config)
     found = {}
@@ -106,7 +105,7 @@ def learners(spec: RunSpec, remat: bool) -> dict[str, Learner]:
 
 
 def distillation(spec: RunSpec, remat: bool, frozen: Model | None) -> Distillation | None:
-    """Settle how a student learns, that began as `frozen`; None where none does."""
+    """Build the distillation of a student that began as `frozen`; None if there is none."""
     optimizer = make_optimizers(spec).get("drafter")
     if optimizer is None:
         return None
@@ -117,10 +116,10 @@ def distillation(spec: RunSpec, remat: bool, frozen: Model | None) -> Distillati
 
 
 def student_settings(config: Config, layout: Layout, remat: bool) -> TrainingSettings:
-    """Settle with what settings a student learns, where the policy is trained.
+    """Build the settings of a student's training next to the policy's.
 
-    One made for later learns as often as training says; one that is kept current beside the policy
-    learns once.
+    A student that is the run's result learns as often as training sets; one that drafts for the
+    policy learns once.
     """
     settings = TrainingSettings.from_config(config, layout.unpipelined, remat)
     if derived.makes_drafter(config):
@@ -130,7 +129,7 @@ def student_settings(config: Config, layout: Layout, remat: bool) -> TrainingSet
 
 
 def kl_controller(config: Config) -> Callable[[float, float, int], float]:
-    """Steer the KL coefficient to the target, where there is one."""
+    """Return the controller that steers the KL coefficient to the target, if there is one."""
     if not config.kl.target:
         return lambda coefficient, divergence, samples: coefficient
     return lambda coefficient, divergence, samples: kl.adapt_kl(
@@ -139,7 +138,7 @@ def kl_controller(config: Config) -> Callable[[float, float, int], float]:
 
 
 def initial_host_state(spec: RunSpec) -> HostState:
-    """Return what the host remembers before the first step."""
+    """Return the host state before the first step."""
     config = spec.config
     devices = training_layout(spec.layouts).devices
     where = f"{devices.shape} of {devices.flat[0].device_kind}"
@@ -156,9 +155,9 @@ def initial_host_state(spec: RunSpec) -> HostState:
 
 
 def _generation_state(spec: RunSpec) -> GenerationState:
-    """Return what generation leaves for later, before any.
+    """Return the initial state of generation.
 
-    Of earlier responses it keeps what look-ups read, or what samples that repeat noise replay.
+    It keeps earlier responses for look-up, or for replay of samples that repeat noise.
     """
     generation = spec.config.generation
     replayed = generation.repeated_noise * (generation.max_new_tokens + 1)
@@ -170,10 +169,9 @@ def _generation_state(spec: RunSpec) -> GenerationState:
 
 
 def restored_host_state(spec: RunSpec, step: int, document: dict[str, Any]) -> HostState:
-    """Return what the host remembered after so many steps, when `document` was made.
+    """Return the host state after a step, restored from its `document`.
 
-    Samples that were drawn ahead are left out where the config has changed, and wants none or
-    another number.
+    Prefetched samples are dropped if the config has changed and wants none or another number.
     """
     config = spec.config
     host = initial_host_state(spec).restored(step, document)
@@ -190,7 +188,7 @@ def restored_host_state(spec: RunSpec, step: int, document: dict[str, Any]) -> H
 
 
 def _selector(spec: RunSpec) -> Selector | None:
-    """Make what chooses strategies, where that is left open."""
+    """Make the selector of strategies, if the strategy is adaptive."""
     config = spec.config
     if not derived.adaptive(config):
         return None

@@ -1,4 +1,4 @@
-"""Check that a config can work: every mistake is one sentence, before any weight is loaded."""
+"""Check that a config can work; every mistake is one sentence, before any weight is loaded."""
 
 from __future__ import annotations
 
@@ -46,19 +46,18 @@ from rlhf_jax.types import ModelConfig, ModelConfigs
 
 COMPUTE_DTYPES = ("auto", "float32", "bfloat16")
 HEARTBEATS = (5, 40)  # seconds; launchers end a run 50 s after a rank has died
-TOO_LARGE = 1 << 31  # no number of a config is as large, but for the seed: shapes are 32 bits wide
+TOO_LARGE = 1 << 31  # no number of a config is as large except the seed: shapes are 32 bits wide
 
 # Fields of its shape in which a student may differ: embedding and head are the policy's, and the
-# context is checked of every model.
+# context is checked for every model.
 FREE_OF_STUDENT = ("max_context", "tied", "scalar_head")
 
 
 def validate(config: Config, num_devices: int, num_processes: int = 1) -> dict[str, Signature]:
-    """Check a config; return how the reward's functions want to be called, by their specs.
+    """Check a config; return the call signatures of the reward's functions, by their specs.
 
-    Files are looked for, and rewards imported in processes of their own; the model is checked where
-    it is opened. Raises ValueError or FileNotFoundError, in one sentence, for the first thing that
-    cannot work.
+    Files are looked for, and rewards imported in processes of their own; the model is checked when
+    it is opened. Raises ValueError or FileNotFoundError, in one sentence, for the first problem.
     """
     require_texts(config)
     for name, value in flat(config).items():
@@ -94,12 +93,12 @@ def validate(config: Config, num_devices: int, num_processes: int = 1) -> dict[s
 
 
 def validate_models(config: Config, models: ModelConfigs) -> None:
-    """Raise ValueError where a model is of the wrong kind, or does not fit config or policy.
+    """Raise ValueError if a model is of the wrong kind, or does not fit config or policy.
 
-    A model may lack room for a whole text, or have a vocabulary that is not the policy's.
+    A model may lack room for a whole text, or have another vocabulary than the policy.
     """
     policy, drafter, critics, rewards = models
-    critic = next(iter(critics.values()), None)  # all are made of the same model
+    critic = next(iter(critics.values()), None)  # all are made from the same model
     for name, model in (("model", policy), ("drafter", drafter)):
         require(
             model is None or not model.scalar_head,
@@ -147,9 +146,9 @@ def validate_models(config: Config, models: ModelConfigs) -> None:
 
 
 def validate_student(config: Config, policy: ModelConfig, path: ModelConfig | None) -> None:
-    """Raise ValueError where a student cannot be made of the policy, or is not in drafter.path.
+    """Raise ValueError if a student cannot be made from the policy, or is not in drafter.path.
 
-    path: the model that drafter.path holds, or None where that is empty.
+    path: the model in drafter.path, or None if that is empty.
     """
     layers = config.drafter.layers if drafting.has_drafter(config) else 0
     require(
@@ -172,7 +171,7 @@ def validate_student(config: Config, policy: ModelConfig, path: ModelConfig | No
 
 
 def _check_run(config: Config) -> None:
-    """Check where a run lives, how long it goes on, and what it computes in."""
+    """Check the workdir, the number of steps and the numerics of a run."""
     require(
         bool(config.workdir),
         "workdir is empty; name the folder in which all of the run shall live.",
@@ -199,7 +198,7 @@ def _check_run(config: Config) -> None:
 
 
 def _check_measured(config: Config, setting: str, key: str) -> None:
-    """Check that a run will have the number that a setting names."""
+    """Check that a run will measure the metric that a setting names."""
     held_out = key.startswith("eval/")
     require(
         not held_out or config.evaluation.every > 0,
@@ -216,9 +215,9 @@ def _check_measured(config: Config, setting: str, key: str) -> None:
 
 
 def check_heartbeat(config: Config) -> None:
-    """Raise ValueError where processes would be taken for lost that are only slow to be heard.
+    """Raise ValueError for a heartbeat so short that slow processes would count as lost.
 
-    This alone is asked before processes join.
+    This check alone runs before processes join.
     """
     seconds = config.heartbeat_seconds
     least, most = HEARTBEATS
@@ -229,7 +228,7 @@ def check_heartbeat(config: Config) -> None:
 
 
 def _check_evaluation(config: Config) -> None:
-    """Check how held-out prompts are sampled, and that there are any."""
+    """Check the sampling of held-out prompts, and that there are any."""
     require_not_negative(config, "evaluation.every", "evaluation.temperature", "evaluation.top_k")
     require_positive(config, "evaluation.samples_per_prompt")
     top_p = config.evaluation.top_p
@@ -242,7 +241,7 @@ def _check_evaluation(config: Config) -> None:
 
 
 def _check_training(config: Config) -> None:
-    """Check the figures of the optimizer and of the policy's loss."""
+    """Check the options of the optimizer and of the policy's loss."""
     positive = (
         "epochs",
         "minibatches",
@@ -270,7 +269,7 @@ def _check_training(config: Config) -> None:
 
 
 def _check_aggregate(config: Config) -> None:
-    """Check how losses are summed, as the config says or as the algorithm brings it."""
+    """Check how losses are summed, by the config or by the algorithm."""
     require_one_of(config, "training.aggregate", ("auto", *AGGREGATES))
     aggregate = derived.aggregate_name(config)
     require(
@@ -282,7 +281,7 @@ def _check_aggregate(config: Config) -> None:
 
 
 def _check_roles(config: Config) -> None:
-    """Check that no critic is called as another model, a stage, or a folder of a run is."""
+    """Check that no critic has the name of another model, a stage, or a folder of a run."""
     roles = {*derived.critics(config), *algorithm_of(config).losses}
     others = ("generation", "reference", "reward", "student")
     for name in (*others, "best", "checkpoints", "post-mortem", "profile", "sinks"):
@@ -294,7 +293,7 @@ def _check_roles(config: Config) -> None:
 
 
 def _check_unused(config: Config) -> None:
-    """Check that a run names nothing which its algorithm has no use for."""
+    """Check that a run names nothing that its algorithm does not use."""
     keys: list[str] = []
     if not derived.rewarded(config):
         keys += ["reward.functions", "reward.models", "generation.resample"]
@@ -309,7 +308,7 @@ def _check_unused(config: Config) -> None:
 
 
 def _check_critic(config: Config) -> None:
-    """Check the figures of a critic, which only some algorithms train."""
+    """Check the options of a critic, which only some algorithms train."""
     require_positive(config, "critic.learning_rate", "critic.clip")
     require_not_negative(config, "critic.warmup_steps", "critic.steps_alone")
     for key, nothing in (("path", ""), ("steps_alone", 0)):
@@ -322,7 +321,7 @@ def _check_critic(config: Config) -> None:
 
 
 def _check_devices(config: Config, num_devices: int, num_processes: int) -> None:
-    """Check the plan of calls, what processes share of its slices, and that rows split evenly."""
+    """Check the plan of calls, the slices of each process, and that rows split evenly."""
     plan = plan_of(config, num_devices)
     own = num_devices // num_processes
     for call, placed in plan.placements.items():
@@ -351,7 +350,7 @@ def _check_devices(config: Config, num_devices: int, num_processes: int) -> None
 
 
 def check_pipelined_training(config: Config) -> None:
-    """Raise ValueError where what is trained is a student, which no pipeline takes."""
+    """Raise ValueError if a trained model is a student, which cannot be pipelined."""
     require(
         derived.trains(config, "policy"),
         f"Pipelines train a policy, and algorithm {config.algorithm.name!r} trains none; leave"
@@ -360,7 +359,7 @@ def check_pipelined_training(config: Config) -> None:
 
 
 def check_batches(config: Config) -> None:
-    """Raise ValueError where samples do not split evenly, or are longer than a micro-batch."""
+    """Raise ValueError if samples do not split evenly, or are longer than a micro-batch."""
     samples = derived.samples(config)
     minibatches = config.training.minibatches
     require_even_split(
@@ -382,9 +381,9 @@ def check_batches(config: Config) -> None:
 
 
 def check_rows(config: Config, plan: Plan, name: str) -> None:
-    """Raise ValueError where rows of generation do not split evenly over its devices.
+    """Raise ValueError if rows of generation do not split evenly over its devices.
 
-    Packing deals those of all other calls. name: of the plan, '' where it is the config's mesh.
+    Packing distributes those of all other calls. name: of the plan, '' if it is the config's mesh.
     """
     placed = plan.placements.get("generation")
     if placed is None:

@@ -105,7 +105,7 @@ def student_of(model: Model, layers: int) -> Model:
     """Return a student: copies of `layers` of the model's layers, and of its final norm.
 
     The layers are evenly chosen, first and last included. There is no embedding and no head.
-    ValueError where the model has fewer layers.
+    ValueError if the model has fewer layers.
     """
     depth = model.config.num_layers
     if not 1 <= layers <= depth:
@@ -193,7 +193,7 @@ def keep_current(
 ) -> tuple[Models, dict[str, float]]:
     """Let the student learn from the policy as it is now, after so many updates of it.
 
-    ValueError where one that is trained alone has a loss that is not finite.
+    ValueError if one that is trained alone has a loss that is not finite.
     """
     start = time.perf_counter()
     observe()

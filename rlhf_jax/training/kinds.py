@@ -37,7 +37,7 @@ class Loss(Protocol):
 
     @property
     def whole_groups(self) -> bool:
-        """Tell whether it compares sequences, so that those of a group must be together."""
+        """Return whether it compares sequences, so that those of a group must be together."""
         ...
 
     def __call__(
@@ -56,7 +56,7 @@ class TokenTerms(NamedTuple):
     settings: TrainingSettings
 
     def column(self, name: str) -> Array | None:
-        """Return a column of tokens, 0 where masked out; None where there is none."""
+        """Return a column of tokens, 0 where masked out; None if there is none."""
         return _column(self.batch, name)
 
     def mean(self, x: Array) -> jax.Array:
@@ -108,7 +108,7 @@ class GroupTerms(NamedTuple):
     settings: TrainingSettings
 
     def column(self, name: str) -> Array | None:
-        """Return a column of tokens or sequences, 0 where there are none; None without one."""
+        """Return a column of tokens or sequences, 0 if there are none; None without one."""
         return _column(self.batch, name)
 
     def per_sequence(self, x: Array) -> jax.Array:
@@ -178,7 +178,7 @@ def token_terms(
 
 
 def _column(batch: PackedSequences, name: str) -> Array | None:
-    """Return a column, 0 where tokens are masked out; None where there is none."""
+    """Return a column, 0 where tokens are masked out; None if there is none."""
     found = batch.columns.get(name)
     if found is None or declaration(name).per != "token":
         return found
@@ -186,7 +186,7 @@ def _column(batch: PackedSequences, name: str) -> Array | None:
 
 
 def is_maximum(name: str) -> bool:
-    """Tell whether a metric of this name is a maximum over tokens; others are sums of shares."""
+    """Return whether a metric of this name is a maximum over tokens; others are sums of shares."""
     return name.endswith("/max")
 
 

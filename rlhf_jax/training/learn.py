@@ -220,7 +220,7 @@ def _settings(learners: Learners) -> TrainingSettings:
 
 
 def _check_old(batch: Sequences, learners: Iterable[Learner]) -> None:
-    """Raise ValueError where a later minibatch would lack the log-probs from before the update."""
+    """Raise ValueError if a later minibatch would lack the log-probs from before the update."""
     for learner in learners:
         steps = learner.settings.epochs * learner.settings.minibatches
         if steps > 1 and "logprobs" in learner.loss.reads and "logprobs" not in batch.columns:
@@ -283,7 +283,7 @@ def _minibatch(models: Models, minibatch: Sequences, learners: Learners) -> Mini
 
 
 def _keeps_groups(learners: Learners) -> bool:
-    """Tell whether a loss compares the sequences of a group."""
+    """Return whether a loss compares the sequences of a group."""
     return any(one.loss.whole_groups for one in learners.values())
 
 
@@ -294,7 +294,7 @@ def _take_steps(
     progress: PhaseParts | None = None,
     execute: Execute = run_now,
 ) -> tuple[Models | None, dict[str, jax.Array]]:
-    """Take a minibatch's step of each learner, or of none where a number is not finite.
+    """Take a minibatch's step of each learner, or of none if a number is not finite.
 
     Returns the models and all metrics, norms included. Once the policy has moved too far no step is
     taken any more: None in place of the models.
@@ -317,7 +317,7 @@ def _take_steps(
 
 
 def _has_moved(learner: Learner, gradient: Gradient) -> bool:
-    """Say whether the policy has moved so far from the old one that no step is taken any more."""
+    """Return whether the policy has moved so far from the old one that no step is taken any more."""
     limit = learner.settings.target_kl
     if not limit or "kl/old" not in gradient.metrics:
         return False

@@ -65,7 +65,7 @@ def schedule_of(
     """Return the order in which the stages of all learners do a minibatch's tasks.
 
     batches: the micro-batches of each learner, taken to be as large as the first. times: by call,
-    as they were measured of another micro-batch; where there are none FLOPs are counted.
+    as they were measured of another micro-batch; if there are none FLOPs are counted.
     """
     found = []
     for learner, model, own in zip(learners, models, batches, strict=True):

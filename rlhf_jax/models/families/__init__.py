@@ -19,7 +19,7 @@ FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, MISTRAL
 def register(family: Family) -> None:
     """Let model folders be of a family, under its name.
 
-    Raises ValueError where another has that name, or a weight of its name with other axes.
+    Raises ValueError if another has that name, or a weight of its name with other axes.
     """
     if FAMILIES.get(family.name, family) != family:
         raise ValueError(f"There is a family {family.name!r} already; choose another name.")

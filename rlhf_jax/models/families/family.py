@@ -62,7 +62,7 @@ class Family:
     required_keys: tuple[str, ...] = ()
     # Whether `sliding_window` of config.json counts without `use_sliding_window`.
     always_windowed: bool = False
-    # The `general.architecture` of its GGUF files; None where they say another family's.
+    # The `general.architecture` of its GGUF files; None if they say another family's.
     gguf_architecture: str | None = None
     # Whether llama.cpp interleaves the two halves of each head of query and key.
     gguf_interleaved: bool = False

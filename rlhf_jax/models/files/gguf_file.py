@@ -167,7 +167,7 @@ def _read_string(stream: BinaryIO) -> str:
 
 
 def _read_value(stream: BinaryIO, kind: int) -> Any:
-    """Read a metadata value of a kind; ValueError where the format knows no such kind."""
+    """Read a metadata value of a kind; ValueError if the format knows no such kind."""
     if kind == STRING:
         return _read_string(stream)
     element = _read_integer(stream, 4) if kind == ARRAY else kind

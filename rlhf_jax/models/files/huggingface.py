@@ -115,9 +115,9 @@ def _views(folder: Path) -> dict[str, np.ndarray]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the files of a folder's weights: the index counts where there is no single file.
+    """Return the files of a folder's weights: the index counts if there is no single file.
 
-    Raises ValueError where the index is not one, FileNotFoundError where a file is missing.
+    Raises ValueError if the index is not one, FileNotFoundError if a file is missing.
     """
     files = [folder / "model.safetensors"]
     index = folder / "model.safetensors.index.json"
@@ -162,8 +162,8 @@ def save(
     Texts end at `stop_tokens` there, too. repeated: of the model's `Source`, by the file's name.
     The weights are written in `dtype`; those over `SHARD_BYTES` are split into several files with
     an index. The folder appears whole or not at all: it is written beside its place and renamed;
-    one already there is replaced. Raises ValueError where the head does not fit the configuration,
-    OSError, in one sentence, where the disk refuses.
+    one already there is replaced. Raises ValueError if the head does not fit the configuration,
+    OSError, in one sentence, if the disk refuses.
     """
     outputs = 1 if model.config.scalar_head else model.config.vocab_size
     if model.head is not None and model.head.shape[-1] != outputs:
@@ -200,7 +200,7 @@ def save(
 
 
 def _write_weights(folder: Path, model: Model, dtype: np.dtype) -> None:
-    """Write the weights to safetensors files, with an index where there are several."""
+    """Write the weights to safetensors files, with an index if there are several."""
     names = _names(model.config)
     # Groups of at most `SHARD_BYTES`; one weight that alone is larger is a group of its own.
     shards: list[list[weight_table.WeightKey]] = [[]]

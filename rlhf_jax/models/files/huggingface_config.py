@@ -60,7 +60,7 @@ def read_config(folder: Path) -> ModelConfig:
     """Read the `ModelConfig` of a folder's config.json.
 
     A sequence classifier of one label has a scalar head. Raises ValueError that names what is
-    missing or not supported, FileNotFoundError where the file is missing.
+    missing or not supported, FileNotFoundError if the file is missing.
     """
     file = Path(folder) / "config.json"
     raw = read_json(file)
@@ -117,7 +117,7 @@ def _read_content(raw: dict, file: Path) -> ModelConfig:
 
 
 def _convert(raw: dict, family: Family, theta: float, scaling: RopeScaling | None) -> ModelConfig:
-    """Make a `ModelConfig` of config.json's content; KeyError where a key is missing."""
+    """Make a `ModelConfig` of config.json's content; KeyError if a key is missing."""
 
     def get(key: str, default: int) -> int:
         value = raw[key] if key in family.required_keys else raw.get(key)

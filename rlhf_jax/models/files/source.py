@@ -50,7 +50,7 @@ class Ends:
         ]
 
     def warning(self, path: Path, has_stop_strings: bool) -> str:
-        """Say that no token ends a text, or that sources disagree on which; '' where all is well.
+        """Say that no token ends a text, or that sources disagree on which; '' if all is well.
 
         The first source is the one that other programs read first: it should name all.
         """
@@ -138,7 +138,7 @@ def open_source(path: str | Path) -> Source:
 def load_finite(
     path: Path, load: Callable[..., Model], dtype: DTypeLike, shardings: Model | None = None
 ) -> Model:
-    """Return `load(dtype, shardings)`; ValueError where a weight holds NaN or an infinity.
+    """Return `load(dtype, shardings)`; ValueError if a weight holds NaN or an infinity.
 
     The sentence names the weight and `path`.
     """

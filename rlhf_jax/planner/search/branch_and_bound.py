@@ -29,7 +29,7 @@ class SearchResult(NamedTuple):
 
 
 def search(problem: Problem, below: float = math.inf, limit: float = 60.0) -> SearchResult | None:
-    """Return the best choice; None where none fits. It is proved best where the gap is 0.
+    """Return the best choice; None if none fits. It is proved best where the gap is 0.
 
     below: seconds that are known to be reached, as by a preset; only what is shorter is looked for.
     limit: CPU seconds, after which the best so far is returned with the bound that was proved.

@@ -59,7 +59,7 @@ class SearchSpace:
     def problem(self) -> Problem:
         """Return the ways to place each call that may be best.
 
-        Raises ValueError where no sharding splits the rows of a call evenly.
+        Raises ValueError if no sharding splits the rows of a call evenly.
         """
         options = {call: list(self.options(call)) for call in self.calls}
         for call, found in options.items():
@@ -100,7 +100,7 @@ class SearchSpace:
                 yield from map(best.at, starts)
 
     def is_better(self, call: str, option: Option, other: Option) -> bool:
-        """Tell whether an option takes no more than another, wherever other calls are."""
+        """Return whether an option takes no more than another, wherever other calls are."""
         seconds = option.seconds
         least = other.seconds
         role, _, stage = call.rpartition("_")
@@ -115,7 +115,7 @@ class SearchSpace:
         return less and seconds <= least
 
     def are_boxes(self, starts: Sequence[int], count: int) -> bool:
-        """Tell whether so many devices from each block of `starts` on are a box of a TPU's torus.
+        """Return whether so many devices from each block of `starts` on are a box of a TPU's torus.
 
         A search takes all parts of one size to be alike.
         """
@@ -124,7 +124,7 @@ class SearchSpace:
         return not torus or all(is_box(torus, range(first, first + count)) for first in firsts)
 
     def can_run(self, call: str, placement: Placement) -> bool:
-        """Tell whether rows come out even, and the call's part of the machine gets programs."""
+        """Return whether rows come out even, and the call's part of the machine gets programs."""
         plan = Plan(self.hardware.count, {call: placement})
         try:
             check_parts(plan, "", self.hardware.device_kind, self.hardware.count)
@@ -275,7 +275,7 @@ class SearchSpace:
         return run.weights(model, role=run.layout.role)
 
     def placed(self, plan: Plan, name: str) -> dict[str, Option]:
-        """Return the options that a plan chooses; ValueError where it does not keep to blocks."""
+        """Return the options that a plan chooses; ValueError if it does not keep to blocks."""
         for call, one in plan.placements.items():
             first, off = divmod(one.first, self.block_devices)
             size, rest = divmod(one.count, self.block_devices)

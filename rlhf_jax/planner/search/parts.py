@@ -23,7 +23,7 @@ def part_sizes(blocks: int) -> list[int]:
 
 
 def is_aligned(first: int, size: int) -> bool:
-    """Tell whether so many blocks, from `first` on, are a part."""
+    """Return whether so many blocks, from `first` on, are a part."""
     return first % size == 0 if size % 3 else first % (size // 3 * 4) in (0, size // 3)
 
 

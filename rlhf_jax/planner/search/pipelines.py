@@ -212,7 +212,7 @@ def pipeline_cost(placed: PlacedRun, model: ModelConfig) -> PipelineCost:
 def travelling_seconds(placed: PlacedRun, model: ModelConfig, hidden: float) -> tuple[float, float]:
     """Return the seconds of a hop between stages, and those once an update, before and after all.
 
-    Slices send over the network, where there is one. hidden: bytes of a device's rows, of which
+    Slices send over the network, if there is one. hidden: bytes of a device's rows, of which
     those that share them over `tensor` send a part each, and gather it over their links. Each slice
     has a part of the embedding and of the head; the stages that need these are on the first and on
     the last slice, so both travel at once: weights in the compute dtype, and gradients in float32.

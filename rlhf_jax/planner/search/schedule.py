@@ -42,7 +42,7 @@ class Option:
         return self.first + self.blocks
 
     def shares(self, other: Option) -> bool:
-        """Tell whether both have a block."""
+        """Return whether both have a block."""
         return self.first < other.ends and other.first < self.ends
 
     def at(self, first: int) -> Option:

@@ -95,7 +95,7 @@ class ShardedModel:
 
     @property
     def sums_to_gather(self) -> bool:
-        """Tell whether weights are gathered by an all-reduce: of many shards that fill no lanes.
+        """Return whether weights are gathered by an all-reduce: of many shards that fill no lanes.
 
         XLA gathers them where there are fewer, or where `tensor` splits them, too.
         """
@@ -104,7 +104,7 @@ class ShardedModel:
 
     @property
     def is_joint(self) -> bool:
-        """Tell whether layers are gathered among all rows, as XLA first cuts shards for `data`.
+        """Return whether layers are gathered among all rows, as XLA first cuts shards for `data`.
 
         It does where nothing is split over `tensor`.
         """

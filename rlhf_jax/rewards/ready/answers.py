@@ -14,7 +14,7 @@ ANSWER_COLUMNS = ("answer", "solution")  # of the prompt file, in which the righ
 def math_verify(prompt: str, response: str, row: dict[str, Any]) -> float:
     """Give 1 where the response's last answer equals the row's, as formulas, sets or numbers.
 
-    Raises KeyError where the row has neither an `answer` nor a `solution`.
+    Raises KeyError if the row has neither an `answer` nor a `solution`.
     """
     column = next((name for name in ANSWER_COLUMNS if name in row), None)
     if column is None:

@@ -117,7 +117,7 @@ def grade_of(text: str, form: re.Pattern[str] | None = None) -> float:
     """Return the grade, 0 to 10, of a judge's answer: what follows its thinking.
 
     It is the last match of a form, else the only number beside the scale, or the one that ends the
-    answer. Raises ValueError where there is none, or nobody can tell which of several it is.
+    answer. Raises ValueError if there is none, or nobody can tell which of several it is.
     """
     answer = THINKING_ENDS.sub("", text)
     if THINKING_BEGINS.match(answer):
@@ -144,7 +144,7 @@ def _clear_numbers(answer: str) -> list[str]:
 
 
 async def post_json(url: str, payload: Any, headers: Mapping[str, str], retries: int) -> Any:
-    """Return what a server answers to JSON; raises ValueError, in one sentence, where it fails."""
+    """Return what a server answers to JSON; raises ValueError, in one sentence, if it fails."""
     loop = asyncio.get_running_loop()
     if loop not in _clients:
         _clients[loop] = httpx.AsyncClient(timeout=REQUEST_SECONDS)

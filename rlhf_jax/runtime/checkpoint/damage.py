@@ -72,7 +72,7 @@ def root(error: BaseException) -> BaseException:
 
 
 def _proves_damage(error: BaseException) -> bool:
-    """Tell whether an error can only come of files that are missing, torn or changed."""
+    """Return whether an error can only come of files that are missing, torn or changed."""
     if isinstance(error, OSError):
         # orbax's own has no number
         return isinstance(error, FileNotFoundError) or error.errno in MISSING

@@ -16,7 +16,7 @@ from rlhf_jax.runtime.shards import owners_of, parts_elsewhere
 class _OwnParts:
     """Show an array as orbax reads one, but for its class.
 
-    Orbax refuses an array of one process alone where there are several, as each might have one of
+    Orbax refuses an array of one process alone if there are several, as each might have one of
     its own by that name; here the others know that this one has it.
     """
 

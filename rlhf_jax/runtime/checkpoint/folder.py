@@ -44,7 +44,7 @@ def claim(folder: Path) -> str:
 
 
 def read_run(folder: Path) -> str:
-    """Return the id of the run that a folder is of; '' where no file says so, whole."""
+    """Return the id of the run that a folder is of; '' if no file says so, whole."""
     try:
         return documents.read(folder / RUN_FILE).get("run", "")
     except Damaged:
@@ -73,7 +73,7 @@ def read_document(folder: Path, run: str | None = None) -> dict[str, Any]:
 def latest_document(folder: Path, run: str | None = None) -> dict[str, Any]:
     """Return the document of the latest checkpoint that has a whole one; {} without one.
 
-    run: as in `read_document`. Raises OSError where one cannot be read but nothing proves it
+    run: as in `read_document`. Raises OSError if one cannot be read but nothing proves it
     damaged.
     """
     for step in reversed(steps(folder)):
@@ -98,7 +98,7 @@ def names(folder: Path) -> list[str]:
 
 
 def require_usable(folder: Path) -> None:
-    """Raise OSError where checkpoints could not be written to a folder, or it not be made."""
+    """Raise OSError if checkpoints could not be written to a folder, or it not be made."""
     place = folder
     while not place.exists():
         place = place.parent

@@ -39,7 +39,7 @@ class ProvedArrays(ocp.PyTreeCheckpointHandler):
 def check(folder: Path) -> None:
     """Raise Damaged where a file of the arrays is not as it was written, or is missing.
 
-    Nothing is known of those of an earlier version. Raises OSError where one cannot be read.
+    Nothing is known of those of an earlier version. Raises OSError if one cannot be read.
     """
     if not (folder / PROOF).exists():
         return

@@ -157,22 +157,22 @@ class Checkpoints:
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
     def check(self) -> None:
-        """Raise Unsaved where the save behind the run has ended with an error; wait for nothing."""
+        """Raise Unsaved if the save behind the run has ended with an error; wait for nothing."""
         if distributed.leads() and not self._manager.is_saving_in_progress():
             self._settle()
 
     def on_disk(self) -> int:
-        """Return the step of the latest checkpoint that is complete; 0 where there is none."""
+        """Return the step of the latest checkpoint that is complete; 0 if there is none."""
         return max(steps(self._folder), default=0)
 
     def restore(self, template: Any) -> Restored | None:
         """Return the latest checkpoint that is whole, placed as `template` says.
 
-        None where there is none at all. template: a pytree of jax.ShapeDtypeStruct (with shardings,
+        None if there is none at all. template: a pytree of jax.ShapeDtypeStruct (with shardings,
         else for the first device) or jax.Array; its mesh need not be the one that saved. A damaged
         checkpoint is named on stderr and moved to `damaged-STEP`, and the one before it is used.
-        Raises ValueError where the identity or the arrays of the state differ from this run's, or
-        where no checkpoint is whole, OSError where one cannot be read but nothing proves it
+        Raises ValueError if the identity or the arrays of the state differ from this run's, or
+        where no checkpoint is whole, OSError if one cannot be read but nothing proves it
         damaged.
         """
         self._settle()
@@ -194,7 +194,7 @@ class Checkpoints:
         """Return the step from which `restore` would go on, by documents alone; 0 where none is.
 
         For one that is not entered: nothing is written or moved, and no array is loaded. Raises
-        what `restore` would, and ValueError where another run is at work there.
+        what `restore` would, and ValueError if another run is at work there.
         """
         require_usable(self._folder)
         if not self._folder.exists():
@@ -217,7 +217,7 @@ class Checkpoints:
         return 0
 
     def _require_fit(self, folder: Path, document: dict[str, Any], template: Any) -> None:
-        """Raise ValueError where a checkpoint is of another identity, or has more arrays."""
+        """Raise ValueError if a checkpoint is of another identity, or has more arrays."""
         made = self._read_identity(document["identity"])
         for key, saved, own in documents.differences(made, self._identity):
             if key in self._changeable and self._allow_changes:
@@ -320,7 +320,7 @@ _copied = jax.jit(jnp.copy)
 
 
 def _require_none(folder: Path) -> None:
-    """Raise ValueError where a folder has checkpoints, none of which is whole."""
+    """Raise ValueError if a folder has checkpoints, none of which is whole."""
     if any(name.isdigit() or name.startswith(DAMAGED) for name in names(folder)):
         raise ValueError(
             f"No checkpoint in {folder} is whole: bring one back from a copy, or name another"
@@ -329,7 +329,7 @@ def _require_none(folder: Path) -> None:
 
 
 def _require_arrays(folder: Path, saved: dict[str, list], template: Any) -> None:
-    """Raise ValueError where a checkpoint lacks an array of the template, or has another."""
+    """Raise ValueError if a checkpoint lacks an array of the template, or has another."""
     leaves = named_leaves(template)
     for name, own in saved_names(leaves, saved).items():
         leaf = leaves[name]
