@@ -1,4 +1,4 @@
-"""Log-probabilities of finished rows, as they were sampled, in fixed shapes and order."""
+"""Log-probabilities of finished samples as they were sampled, in fixed shapes and order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhf_jax.models.kernels import token_logprobs as token_logprobs_kernel
 from rlhf_jax.models.transformer import cast, forward, logits
 from rlhf_jax.types import Array, Model
 
-CHUNK = 512  # tokens of a device whose logits exist at one time
+CHUNK = 512  # tokens per device whose logits exist at a time
 ABSENT = -1e30  # A score that adds nothing to a log-sum-exp, yet has a finite gradient.
 
 
@@ -35,14 +35,14 @@ def token_logprobs(
 ) -> jax.Array:
     """Compute log p(tokens[b, t] | tokens[b, :t]) of softmax(logits / temperature): [B, T] float32.
 
-    tokens [B, T] int32; in nats, 0 at t = 0. `mask` [B, T] bool names the tokens that are wanted;
-    the others are 0. `top_k_ids` [B, T, k] int32 (-1 absent) renormalises the distribution
-    at t over its ids; a position without any id is not restricted. ValueError for a temperature
-    that is not above 0.
+    tokens [B, T] int32; in nats, 0 at t = 0. `mask` [B, T] bool marks the requested tokens; the
+    others are 0. `top_k_ids` [B, T, k] int32 (-1 absent) renormalises the distribution at t over
+    its ids; a position without any id is not restricted. ValueError for a temperature that is not
+    above 0.
 
     The vocabulary is projected for about `chunk` tokens of a device at a time, forward and
-    backward, so that [B, T, V] never exists. `remat` is `forward`'s. Where the layout has a kernel
-    of log-probabilities, that does the same without chunks; where there is support it is left out.
+    backward, so that [B, T, V] never exists. `remat` is `forward`'s. A kernel of log-probabilities
+    in the layout replaces the chunks, except with `top_k_ids`.
     """
     return logprobs_and_entropy(
         model,
@@ -69,10 +69,10 @@ def logprobs_and_entropy(
     layout: Layout = ONE_DEVICE,
     remat: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Compute `token_logprobs` and, where `entropy` asks for it, -sum p log p at each token.
+    """Compute `token_logprobs` and, if `entropy` is set, -sum p log p at each token.
 
-    Both are [B, T] float32, in nats, of the same distribution. Without `entropy` there is None in
-    its place, and no cost. The other arguments are those of `token_logprobs`.
+    Both are [B, T] float32, in nats, of the same distribution. Without `entropy` the second is None
+    and costs nothing. The other arguments are those of `token_logprobs`.
     """
     chex.assert_rank(tokens, 2)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
@@ -109,8 +109,8 @@ def head_logprobs(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Compute the log-probabilities of tokens [B, C], and entropies or None, from hidden states.
 
-    hidden [B, C, M] are the states before each token; support [B, C, k] or None. head_dtype: in
-    which the head's gradient is summed over blocks, if there is one. See `logprobs_and_entropy`.
+    hidden [B, C, M] are the states before each token; top_k_ids [B, C, k] or None. head_dtype: the
+    dtype of the head's gradient sum over blocks, if there is one. See `logprobs_and_entropy`.
     """
     chex.assert_equal_shape([tokens, mask])
     if temperature <= 0:
@@ -157,9 +157,9 @@ def _logprobs_of_block(
 def _over_top_k(
     statistic: Callable[[Array], jax.Array], scores: Array, top_k_ids: Array | None
 ) -> jax.Array:
-    """Compute a statistic of scores [C, V] over the vocabulary or its support: [C].
+    """Compute a statistic of scores [C, V] over the vocabulary or its top-k ids: [C].
 
-    statistic: reduces the last axis, over the ids of `top_k_ids` [C, k] where it has any.
+    statistic: reduces the last axis, over the ids of `top_k_ids` [C, k] if it has any.
     """
     whole = statistic(scores)
     if top_k_ids is None:
@@ -178,7 +178,7 @@ def _entropy(scores: Array) -> jax.Array:
 
 
 def mismatch(sampled_logprobs: Array, logprobs: Array, mask: Array) -> dict[str, float]:
-    """Measure how far recomputed log-probs are from the sampled ones, over the response tokens.
+    """Measure the mismatch of recomputed and sampled log-probs, over the response tokens.
 
     Host arrays [B, T]. `mismatch/kl` estimates KL(sampled || recomputed) by mean(exp(d) - 1 - d)
     with d = recomputed - sampled (Schulman 2020, k3); `mismatch/mean` and `mismatch/max` are of

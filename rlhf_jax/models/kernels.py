@@ -1,4 +1,4 @@
-"""Lay the kernels that a model decodes with over the mesh.
+"""Run the kernels of decoding over the mesh.
 
 Each device runs them on its own rows and heads.
 """
@@ -22,7 +22,7 @@ from rlhf_jax.types import Model, ModelConfig
 
 
 def shape_of(config: ModelConfig) -> Shape:
-    """Return what the choice of kernels depends on in a model."""
+    """Return the properties of a model that the choice of kernels depends on."""
     return Shape(
         heads=config.num_heads,
         groups=config.num_kv_heads,
@@ -35,11 +35,11 @@ def shape_of(config: ModelConfig) -> Shape:
 
 
 def verify_head(layout: Layout) -> Callable[..., Parts]:
-    """Return what gives the `Parts` of a model's logits at hidden [B, Q, M].
+    """Return the function that computes the `Parts` of a model's logits at hidden [B, Q, M].
 
     The block noise is [B, Q, blocks], the temperature [B, Q]; every leaf of the result begins with
-    [B, Q]. Each device takes its rows and its part of the vocabulary, which must be whole
-    blocks: `decoding.decoding_weights`.
+    [B, Q]. Each device takes its rows and its part of the vocabulary, which must be whole blocks:
+    `decoding.decoding_weights`.
     """
     run = implementation("verify_head", layout.kernels)
 
@@ -75,7 +75,7 @@ def verify_head(layout: Layout) -> Callable[..., Parts]:
 def token_logprobs(layout: Layout) -> Callable[..., tuple[Array, Array]] | None:
     """Return `pallas_kernels.logprobs.token_logprobs` by a kernel; None without one.
 
-    Each device takes its rows and, where the tensor axis divides the vocabulary, its part of that.
+    Each device takes its rows and, if the tensor axis divides the vocabulary, its part of that.
     """
     if layout.kernels.logprobs == "reference":
         return None

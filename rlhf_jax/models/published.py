@@ -121,7 +121,7 @@ PUBLISHED = {
 def shape_of(path: str) -> ModelConfig:
     """Return the shape of a model by its config.json or .gguf file, else by its name.
 
-    No weight is looked at. Raises ValueError or FileNotFoundError if neither tells it.
+    No weight is read. Raises ValueError or FileNotFoundError if both are unknown.
     """
     local = Path(path).expanduser()
     if (local / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""Say by which command, code and machine a run was made."""
+"""Record the command, code and machine of a run."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def environment() -> dict[str, str]:
 
 
 def most_memory() -> dict[str, float]:
-    """Return the most that this process and its first device have held, in GB, as metrics.
+    """Return the peak memory of this process and its first device, in GB, as metrics.
 
-    Not every device tells.
+    Not every device reports it.
     """
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes of what the system counts in
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes in the unit of the system's count
     found = {"memory/host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9}
     statistics = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in statistics:
@@ -42,12 +42,12 @@ def most_memory() -> dict[str, float]:
 
 
 def _commit() -> str:
-    """Return the commit of the clone that the package lies in; '' if it lies in none."""
+    """Return the commit of the package's clone; '' if it is not in one."""
     if not (PACKAGE.parent / ".git").exists():
         return ""
     command = ["git", "-C", str(PACKAGE), "describe", "--always", "--dirty"]
     try:
-        # Words of our own, and the git that the user's PATH names.
+        # The arguments are constants, and git is the user's.
         result = subprocess.run(command, capture_output=True, text=True, timeout=5)  # noqa: S603
         return result.stdout.strip()
     except (OSError, subprocess.TimeoutExpired):

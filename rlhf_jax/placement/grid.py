@@ -1,8 +1,8 @@
 """Cut the devices of two meshes into one grid of small axes, and weights into digits over it.
 
 Devices are numbered in the order of their mesh. An axis of the grid is a digit of that number. A
-dimension that is split has digits, too: the first says in which of the largest parts an entry lies.
-A split gives each digit an axis of the grid, or none, where every device has all its values.
+split dimension has digits, too: the first is the index of the largest part that contains an entry.
+A split assigns each digit an axis of the grid, or none if every device has all its values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Grid(NamedTuple):
 def common_grid(
     source: tuple[int, ...], target: tuple[int, ...], order: tuple[int, ...]
 ) -> Grid | None:
-    """Return the grid of two meshes, of prime sizes; None if they have none.
+    """Return the common grid of two meshes, of prime sizes; None if there is none.
 
     source, target: their sizes. order: the number in the source of each device of the target.
     """
@@ -56,7 +56,7 @@ def common_grid(
 
 
 def over_grid(split: Split, axes: Split) -> Split:
-    """Return a split over a mesh as one over a grid; axes: the small ones of each of the mesh."""
+    """Convert a split over a mesh to one over a grid; axes: the small ones of each of the mesh."""
     return tuple(tuple(small for one in own for small in axes[one]) for own in split)
 
 
@@ -73,7 +73,7 @@ def digits_of(splits: Sequence[Split], sizes: Sequence[int]) -> Split | None:
 
 
 def axis_of_digits(split: Split, digits: Split) -> tuple[int | None, ...]:
-    """Return the axis of the grid that each digit, of all dimensions in turn, is given to."""
+    """Return the axis of the grid of each digit, of all dimensions in turn."""
     pairs = zip(split, digits, strict=True)
     filled = [(*axes, *(None,) * (len(sizes) - len(axes))) for axes, sizes in pairs]
     return tuple(itertools.chain.from_iterable(filled))
@@ -89,9 +89,9 @@ def spread(
 ) -> Split:
     """Return a split with more of `axes` of the grid, whose digits agree with those of `wanted`.
 
-    An axis that splits nothing splits what it does in a wanted split, or else the longest
-    dimension; where none can be split so, it still splits nothing.
-    parts: how many of each dimension are there already; few of them are to be cut, above all.
+    An unused axis splits the same dimension as in a wanted split, or else the longest dimension; if
+    none can be split so, it stays unused. parts: the current number of parts by dimension; cutting
+    few of them has priority.
     """
     found = [list(own) for own in split]
     left = set(axes) - set(itertools.chain.from_iterable(split))
@@ -122,7 +122,7 @@ def agreed_part(split: Split, wanted: Split, sizes: Sequence[int], axes: Sequenc
 
 
 def _strides(sizes: Sequence[int]) -> list[int]:
-    """Return by how much a device's number grows along each axis, before them all devices."""
+    """Return the stride of each axis in device numbers, preceded by the number of devices."""
     count = int(np.prod(sizes))
     return [count, *(count // int(part) for part in np.cumprod(sizes))]
 

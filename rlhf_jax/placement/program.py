@@ -1,4 +1,4 @@
-"""Run the legs of leaves on their devices, and send pieces from devices to others."""
+"""Run the reshard steps of leaves on their devices, and send pieces between devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhf_jax.placement.reshard_step import ReshardStep
 from rlhf_jax.placement.split_change import change_split, received
 from rlhf_jax.runtime.shards import send_pieces, shard_on
 
-# The arrays that stand for one leaf: itself, or one for each piece that a device sends or gets.
+# The arrays of one leaf: itself, or one for each piece that a device sends or receives.
 Pieces = tuple[jax.Array, ...]
 
 
@@ -30,7 +30,7 @@ def run_steps(
     dtype: jnp.dtype | None = None,
     index: np.int32 | None = None,
 ) -> list[Pieces]:
-    """Run one leg of each leaf; those over the same grid are one program."""
+    """Run one step of each leaf; those over the same grid are one program."""
     found: dict[int, Pieces] = {}
     for program in reshard_programs(leaves, steps, jax.devices(), dtype, index):
         found |= dict(zip(program.places, program.run(operator.call), strict=True))
@@ -38,7 +38,7 @@ def run_steps(
 
 
 class ReshardProgram(NamedTuple):
-    """Hold a program of some legs over one grid, and arrays or shapes that it is given."""
+    """Hold a program of some steps over one grid, and its arrays or shapes."""
 
     places: list[int]  # of its leaves, among all
     steps: tuple[ReshardStep, ...]
@@ -48,23 +48,23 @@ class ReshardProgram(NamedTuple):
     dtype: jnp.dtype | None  # that leaves are cast to
 
     def run(self, execute: Callable[..., Any]) -> Any:
-        """Run the legs, or do with their program what `execute` does."""
+        """Run the steps, or apply `execute` to their program."""
         options = {"steps": self.steps, "grid": self.grid, "dtype": self.dtype}
         return execute(_run, self.given, self.index, **options)
 
     @property
     def arguments(self) -> int:
-        """Return the bytes of a device that it is given."""
+        """Return the bytes of its arguments per device."""
         pieces = itertools.chain.from_iterable(self.given)
         return sum(
             math.prod(one.sharding.shard_shape(one.shape)) * one.dtype.itemsize for one in pieces
         )
 
     def device_bytes(self, itemsize: int) -> int:
-        """Return a device's bytes: arguments, the layer as it comes, in its dtype, and as it goes.
+        """Return the bytes per device: arguments, and the layer as it arrives, cast, and leaving.
 
-        What comes is there once more while it is put together or taken apart; on GPUs only what is
-        gathered, a leaf at a time.
+        An arriving layer exists twice while it is assembled or split; on GPUs only its gathered
+        leaves, one at a time.
         """
         going = [step.entries(outgoing=True) for step in self.steps]
         if self.grid.devices.flat[0].platform == "gpu":
@@ -86,7 +86,7 @@ def reshard_programs(
     dtype: jnp.dtype | None = None,
     index: Any = None,
 ) -> Iterator[ReshardProgram]:
-    """Yield the programs of legs, one for each grid; of shapes the devices need not be here.
+    """Yield the programs of steps, one per grid; for shapes the devices may be absent.
 
     index: [] int32, or its shape, of stacked layers.
     """
@@ -107,7 +107,7 @@ def reshard_programs(
 
 
 def _sent(step: ReshardStep) -> float:
-    """Return the entries that all devices of a leg receive from others."""
+    """Return the entries that all devices of a step receive from others."""
     return sum(received(change, math.prod(step.shape)) for change in step.changes)
 
 
@@ -119,7 +119,7 @@ def _run(
     grid: Mesh,
     dtype: jnp.dtype | None,
 ) -> list[Pieces]:
-    """Take one layer of leaves where there is an index, cast them, and run their legs."""
+    """Take one layer of leaves if there is an index, cast them, and run their steps."""
     found = []
     for pieces, step in zip(leaves, steps, strict=True):
         run = jax.shard_map(
@@ -140,7 +140,7 @@ def _run_local(
     dtype: jnp.dtype | None,
     names: tuple[str, ...],
 ) -> Pieces:
-    """Run one leg of one leaf on one device: from its part or pieces to its part or pieces."""
+    """Run one step of one leaf on one device: from its part or pieces to its part or pieces."""
     if index is not None:
         pieces = tuple(jax.lax.dynamic_index_in_dim(one, index, keepdims=False) for one in pieces)
     if dtype is not None:
@@ -162,7 +162,7 @@ def _run_local(
 
 
 def send_across(moved: list[Pieces], paths: Sequence[ReshardPath]) -> list[Pieces]:
-    """Send the pieces of leaves that go to other devices, and run their second legs there."""
+    """Send the pieces of leaves that go to other devices, and run their second steps there."""
     going = {place: path.second for place, path in enumerate(paths) if path.second is not None}
     by_id = {device.id: device for device in jax.devices()}
     pieces = []
@@ -193,7 +193,7 @@ def send_across(moved: list[Pieces], paths: Sequence[ReshardPath]) -> list[Piece
 def copy_over(
     moved: Sequence[Pieces], paths: Sequence[ReshardPath], ends: Sequence[NamedSharding]
 ) -> list[jax.Array]:
-    """Return leaves at their ends; those that some of the devices have go to the others, too."""
+    """Return leaves at their ends, copied from devices that have them to those that lack them."""
     by_id = {device.id: device for device in jax.devices()}
     pieces = []
     receivers = []
@@ -211,9 +211,9 @@ def copy_over(
 def relabel(
     leaf: jax.Array, sharding: NamedSharding, copies: Sequence[jax.Array] = ()
 ) -> jax.Array:
-    """Return an array that says otherwise where its parts lie, on all of its devices or some.
+    """Return an array with another sharding of the same parts, on all of its devices or some.
 
-    The parts stay, and share their buffers. copies: parts on more devices. Of shapes it is one.
+    The parts share their buffers. copies: parts on more devices. A shape gives a shape.
     """
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return typed(jax.Array, leaf.update(sharding=sharding))

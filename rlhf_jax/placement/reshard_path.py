@@ -1,6 +1,6 @@
-"""Find the way of one leaf from the devices and split it has to those it shall have.
+"""Find the path of one leaf from its devices and split to new ones.
 
-All is counted in numbers of devices, so a way may be planned for devices that are not here.
+Everything is in numbers of devices, so a path may be planned for absent devices.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from rlhf_jax.placement.split_change import received
 
 
 class ReshardPath(NamedTuple):
-    """Say how a leaf comes to its devices: recut, sent in pieces to others, and recut there."""
+    """Hold the path of a leaf: split change, pieces sent to other devices, split change there."""
 
     first: ReshardStep
-    # for each device of the second leg, its pieces: (id of the sender, number of the piece there)
+    # for each device of the second step, its pieces: (id of the sender, number of the piece there)
     crossing: tuple[tuple[tuple[int, int], ...], ...] = ()
     # None if nothing crosses
     second: ReshardStep | None = None
-    # (id of a device of the second leg, id of another that shall hold the same)
+    # (id of a device of the second step, id of another that shall hold the same)
     copies: tuple[tuple[int, int], ...] = ()
 
 
 class BytesMoved(NamedTuple):
-    """Count bytes of weights that go from device to device."""
+    """Hold the bytes of weights that go from device to device."""
 
-    # what devices lack of their new parts: less is impossible
+    # the missing part of the new parts: less is impossible
     needed: int
     received: int
 
 
 @functools.lru_cache(maxsize=4096)
 def find_path(shape: tuple[int, ...], source: Placing, target: Placing) -> ReshardPath:
-    """Return the way of a leaf: at most one copy crosses to other devices, in parts.
+    """Return the path of a leaf: at most one copy crosses to other devices, in parts.
 
-    Devices that stay, but whose two meshes have no grid in common, send to each other, too.
+    Devices that stay, but whose two meshes have no common grid, send to each other, too.
     """
     source = _narrowed(source, target)
     same = set(source.devices) == set(target.devices)
@@ -55,7 +55,8 @@ def find_path(shape: tuple[int, ...], source: Placing, target: Placing) -> Resha
         found = _cross(shape, source, target, receiving=receiving)
     if _received(found) <= 2 * missing_entries(shape, source, target):
         return found
-    # Some have much of their parts already: each is sent what it lacks, and no copy is shared.
+    # Some devices have much of their parts already: each gets only what it lacks, and no copy is
+    # shared.
     return _cross(shape, source, target, receiving=target)
 
 
@@ -66,7 +67,7 @@ def traffic(shape: tuple[int, ...], source: Placing, target: Placing) -> BytesMo
 
 
 def _received(path: ReshardPath) -> int:
-    """Count the entries that devices receive from others on a way."""
+    """Count the entries that devices receive from others on a path."""
     changes = path.first.changes
     found = 0
     if path.second is not None:
@@ -79,7 +80,7 @@ def _received(path: ReshardPath) -> int:
 
 
 def missing_entries(shape: tuple[int, ...], source: Placing, target: Placing) -> int:
-    """Count the entries of their new parts that devices do not hold before."""
+    """Count the entries of devices' new parts that they do not already hold."""
     before = dict(zip(source.devices, source.bounds(shape), strict=True))
     found = 0
     for device, bounds in zip(target.devices, target.bounds(shape), strict=True):
@@ -92,7 +93,7 @@ def missing_entries(shape: tuple[int, ...], source: Placing, target: Placing) ->
 
 
 def _narrowed(source: Placing, target: Placing) -> Placing:
-    """Return a source without repetitions that lie on no device of the target.
+    """Return a source without the repetitions that are not on devices of the target.
 
     Repetitions are along axes of the mesh that do not split the leaf.
     """
@@ -108,7 +109,7 @@ def _narrowed(source: Placing, target: Placing) -> Placing:
 
 
 def _stay(shape: tuple[int, ...], source: Placing, target: Placing) -> ReshardPath | None:
-    """Return the way on the same devices, which may be in another order."""
+    """Return the path on the same devices, possibly in another order."""
     order = tuple(map(source.devices.index, target.devices))
     grid = common_grid(source.sizes, target.sizes, order)
     if grid is None:
@@ -122,10 +123,10 @@ def _stay(shape: tuple[int, ...], source: Placing, target: Placing) -> ReshardPa
 def _cross(
     shape: tuple[int, ...], source: Placing, target: Placing, receiving: Placing
 ) -> ReshardPath:
-    """Return the way on which each block of a leaf goes where it is received, and is recut there.
+    """Return the path on which each block of a leaf goes to its receiver, and is resplit there.
 
-    Blocks are the largest of which the parts on both sides consist. What some of the target's
-    devices receive goes from these to the others.
+    Blocks are the largest that both sides' parts consist of. Other devices of the target get their
+    copies from the receivers.
     """
     counts = tuple(map(math.lcm, source.parts, receiving.parts))
     still = split_changes(shape, source.split, source.split, source.sizes)
@@ -146,10 +147,10 @@ def _quotients(counts: Sequence[int], parts: Sequence[int]) -> tuple[int, ...]:
 
 
 def _receiving(shape: tuple[int, ...], parts: Sequence[int], target: Placing) -> Placing:
-    """Return where blocks of a leaf arrive: split over as many of a target's axes as can be.
+    """Return where blocks of a leaf arrive: split over as many of a target's axes as possible.
 
-    It cuts as few of the source's parts as can be where one recut then ends at the target's split.
-    Where none does, it is that split, and more. Along axes that split nothing the first receive.
+    It cuts as few of the source's parts as possible, provided one split change then ends at the
+    target's split. Otherwise, it is that split, and more. Along unused axes only the first receive.
     """
     axes = range(len(target.sizes))
     how = dict(sizes=target.sizes, axes=axes, parts=parts)
@@ -166,10 +167,10 @@ def _axes(split: Split) -> set[int]:
 def _senders(
     counts: tuple[int, ...], source: Placing, target: Placing
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Return who sends each device of a target its blocks, and as which of its own pieces.
+    """Return the sender of each block of a target's devices, and the sender's piece.
 
-    counts: of blocks by dimension. A device that has a block already keeps it. Of others that have
-    it the one sends that has sent least, so that copies share the work.
+    counts: of blocks by dimension. A device that has a block already keeps it. Among other holders
+    the one that has sent least sends it, so that copies share the work.
     """
     holders: dict[int, list[tuple[int, int]]] = {}
     for device, blocks in zip(source.devices, source.blocks(counts), strict=True):
@@ -180,7 +181,7 @@ def _senders(
     for receiver, blocks in zip(target.devices, target.blocks(counts), strict=True):
         row = []
         for block in blocks:
-            # of those that have sent alike, another one for each block
+            # of those with equal counts, another one for each block
             first = block % len(holders[block])
             turned = holders[block][first:] + holders[block][:first]
             sender, number = min(turned, key=lambda one: (one[0] != receiver, sent[one[0]]))

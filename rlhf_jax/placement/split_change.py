@@ -1,9 +1,9 @@
-"""Move one leaf from a split to another over the same devices, in as few bytes as can be.
+"""Change the split of one leaf over the same devices, moving as few bytes as possible.
 
-Inside a program of one device a leaf is seen digit by digit (`grid`): each digit of a dimension is
-an axis, of length 1 where an axis of the grid has it. What a device needs no more, or has already,
-is cut for nothing; digits change axes in one exchange; digits that become whole are gathered last.
-So each device receives what it lacks of its new part, and nothing else.
+Inside a program of one device a leaf has an axis for each digit (`grid`) of a dimension, of length
+1 if an axis of the grid has it. Cutting unneeded data is free; digits change axes in one exchange;
+digits that become whole are gathered last. So each device receives exactly the missing entries of
+its new part.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Held = tuple[int | None, ...]
 
 
 class Swap(NamedTuple):
-    """Say that an axis gives up a digit, which becomes whole, while a whole digit is split."""
+    """Describe an axis that gives up a digit, which becomes whole, while another digit is split."""
 
     old: int
     new: int
@@ -34,7 +34,7 @@ class Swap(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Say how a leaf is recut: cut, then exchanged, then gathered."""
+    """Hold the steps of a split change: cut, exchange, gather."""
 
     # (digit, axis): a device keeps the value of its number along the axis
     cuts: tuple[tuple[int, int], ...]
@@ -51,7 +51,7 @@ class Steps(NamedTuple):
 
 
 class SplitChange(NamedTuple):
-    """Say how one leaf is split over a grid before and after."""
+    """Describe the split of one leaf over a grid before and after."""
 
     # of the axes of the grid
     sizes: tuple[int, ...]
@@ -67,9 +67,9 @@ class SplitChange(NamedTuple):
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Return where each digit's axis is, of a leaf that is seen digit by digit."""
+        """Return the axis of each digit in a leaf with one axis per digit."""
         dimensions = enumerate(self.digits)
-        # behind its digits each dimension has an axis of what is never split
+        # after its digits each dimension has an axis for the part that is never split
         owners = [dimension for dimension, sizes in dimensions for _ in sizes]
         return tuple(digit + dimension for digit, dimension in enumerate(owners))
 
@@ -77,12 +77,12 @@ class SplitChange(NamedTuple):
     def steps(self) -> Steps:
         """Return the steps: digits that stay split go along paths of axes, and in circles.
 
-        A path begins at an axis that has no digit to receive from another, and ends at one whose
-        own no other receives; from end to begin goes what closes the circle.
+        A path begins at an axis that receives no digit from another, and ends at one whose own
+        digit no other receives; the end passes to the beginning to close the circle.
         """
         held = {axis: digit for digit, axis in enumerate(self.source) if axis is not None}
         wanted = {axis: digit for digit, axis in enumerate(self.target) if axis is not None}
-        # to which axis each axis gives a digit that stays split
+        # the axis to which each axis passes a digit that stays split
         ends = zip(self.source, self.target, strict=True)
         gives = {axis: end for axis, end in ends if axis is not None and end is not None}
         senders = [gives.get(axis, axis) for axis in range(len(self.sizes))]
@@ -105,9 +105,10 @@ class SplitChange(NamedTuple):
         return Steps(tuple(cuts), tuple(senders), tuple(swaps), tuple(gathers))
 
     def rounds(self) -> Iterator[tuple[tuple[int, ...], list[tuple[int, int]]]]:
-        """Return, for each round of an exchange, the offset of each swap, and who sends to whom.
+        """Return, for each round of an exchange, the offsets of swaps, and (sender, receiver)s.
 
-        A sender's number along the end of a path is its receiver's along the begin, and the offset.
+        A sender's number along the end of a path is its receiver's along the beginning, plus the
+        offset.
         """
         steps = self.steps
         numbers = np.indices(self.sizes).reshape(len(self.sizes), -1)
@@ -120,9 +121,9 @@ class SplitChange(NamedTuple):
 
 
 def change_split(x: jax.Array, change: SplitChange, names: tuple[str, ...]) -> jax.Array:
-    """Return a device's part of a leaf after its recut, inside `shard_map`; names: of the grid.
+    """Return a device's part of a leaf after a split change, inside `shard_map`.
 
-    x: its part before, digit by digit.
+    x: its part before, digit by digit. names: of the grid's axes.
     """
     steps = change.steps
     for digit, axis in steps.cuts:
@@ -157,7 +158,7 @@ def _swap_all(x: jax.Array, steps: Steps, change: SplitChange, names: tuple[str,
     for one, other in zip(new, old, strict=True):
         order[one] = other
         order[other] = one
-    # what now counts old digits goes where those belong
+    # the axes that now count old digits move to the old digits' places
     return jnp.moveaxis(parts, range(len(new)), new).transpose(order)
 
 
@@ -188,7 +189,7 @@ def _exchange(x: jax.Array, steps: Steps, change: SplitChange, names: tuple[str,
 
 
 def received(change: SplitChange, size: int) -> int:
-    """Count the entries that devices receive from others as a leaf of `size` entries is recut."""
+    """Count the entries received from other devices as a leaf of `size` entries is resplit."""
     steps = change.steps
     count = math.prod(change.sizes)
     held = [change.radices[digit] for digit, axis in enumerate(change.source) if axis is not None]

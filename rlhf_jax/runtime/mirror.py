@@ -114,7 +114,7 @@ class _Mirror:
         self._warned = False
 
     def is_further(self) -> bool:
-        """Return whether the copy is what lies behind the URL, and perhaps what was not sent yet."""
+        """Return whether the copy is that of the URL, perhaps with files not yet sent."""
         own = self._folder / INDEX
         with self._one_sentence("read"):
             return own.is_file() and json.loads(own.read_bytes()) == self._read_index()

@@ -317,7 +317,7 @@ def _take_steps(
 
 
 def _has_moved(learner: Learner, gradient: Gradient) -> bool:
-    """Return whether the policy has moved so far from the old one that no step is taken any more."""
+    """Return whether the policy has moved too far from the old one for further steps."""
     limit = learner.settings.target_kl
     if not limit or "kl/old" not in gradient.metrics:
         return False
