@@ -1,4 +1,4 @@
-"""The measured speeds of kernels, in measured.json beside this file; "auto" chooses by them.
+"""The measured speeds of kernels, in measured.json in this folder; "auto" chooses by them.
 
 The file is a list of maps, one for each kernel and kind of device. `python -m benchmarks.on_gpu`
 writes it.
@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import Any
 
 PATH = Path(__file__).with_name("measured.json")
-# Below so many cases a quartile says little.
+# With fewer cases a quartile is meaningless.
 LEAST_CASES = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """Describe how many times as fast as the reference a kernel is on a kind of device."""
+    """Hold the speed of a kernel over the reference on a kind of device."""
 
     kernel: str
-    device_kind: str  # as `jax.Device` has it
-    # Reached in three cases of four: the lower quartile. A median above 1 would take a kernel that
-    # is slower in nearly half of the cases.
+    device_kind: str  # as in `jax.Device`
+    # Reached in three cases of four: the lower quartile. A median above 1 would select a kernel
+    # that is slower in nearly half of the cases.
     ratio: float
     median: float
     least: float
@@ -49,7 +49,7 @@ def summarise(
 
 @functools.cache
 def table() -> Mapping[tuple[str, str], Measurement]:
-    """Read the package's own measurements, by kernel and device kind, once a process."""
+    """Read the package's own measurements, by kernel and device kind, once per process."""
     return read(PATH)
 
 

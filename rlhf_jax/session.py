@@ -317,9 +317,7 @@ class Session:
         if isinstance(error, NonFiniteStep):
             kept = keep_batch(self.spec.workdir, state.step, error.batch)
             reason = str(error).rstrip(".")
-            raised = ValueError(
-                f"Step {state.step}: {reason}; {kept}, checkpoints are as they were."
-            )
+            raised = ValueError(f"Step {state.step}: {reason}; {kept}, checkpoints are unchanged.")
         whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.models))
         if whole and distributed.all_here("a failed step"):  # no update has begun and donated it
             try:

@@ -1,4 +1,4 @@
-"""What a run would use on devices that need not be here, printed."""
+"""Print the resources of a run on absent devices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlhf_jax.setup.validation import check_batches, check_rows
 
 
 def print_plan(config: Config, planned: Planned, more: Sequence[tuple[str, str]] = ()) -> None:
-    """Print what a run would use on devices that need not be here, and `more` rows."""
+    """Print the resources of a run on absent devices, and `more` rows."""
     layout = training_layout(planned.layouts)
     policy = planned.models.policy
     model = f"{policy.num_layers} layers of {policy.width}, {layout.dtype.name}"
@@ -43,7 +43,7 @@ def print_plan(config: Config, planned: Planned, more: Sequence[tuple[str, str]]
 
 
 def _refused_rows(config: Config, planned: Planned) -> list[tuple[str, str]]:
-    """Say why a run would be refused for its rows, which are nothing to its memory."""
+    """Return why a run would be refused for its rows, which its memory does not depend on."""
     try:
         check_batches(config)
         check_rows(config, planned.plan, config.plan)
@@ -53,7 +53,7 @@ def _refused_rows(config: Config, planned: Planned) -> list[tuple[str, str]]:
 
 
 def _predicted_rows(config: Config, planned: Planned) -> list[tuple[str, str]]:
-    """Say what each call of a step would take; nothing where the devices' figures are not known."""
+    """Describe the predicted time of each call of a step; empty if the devices are unknown."""
     if planned.hardware.chip is None:
         return []
     calls = predict_calls(planned.run(config), planned.hardware)
@@ -76,9 +76,8 @@ def _predicted_rows(config: Config, planned: Planned) -> list[tuple[str, str]]:
 def predict_calls(run: PlannedRun, hardware: Hardware) -> list[CallCost]:
     """Predict each call of an iteration in which all prompts and responses have full length.
 
-    No prompt is taken to be shared by its samples. Drafts and the training of a student are left
-    out. The hardware's chip must be known. Calls that train as pipelines have shares of the seconds
-    of both.
+    It assumes that samples share no prompt. Drafts and the training of a student are left out. The
+    hardware's chip must be known. Calls that train as pipelines have shares of the seconds of both.
     """
     found = []
     pipelined = []

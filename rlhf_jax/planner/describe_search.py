@@ -1,4 +1,4 @@
-"""What a search for plans has found, printed."""
+"""Print the results of a search for plans."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def print_search(searched: Searched, variations: list[Variation]) -> None:
 
 
 def plan_lines(searched: Searched, lag: int) -> list[str]:
-    """Write a line for each plan with such a lag, under a heading."""
+    """Write a line for each plan with this lag, under a heading."""
     lines = [f"{'':13}{'step':>10}{'generation':>12}{'inference':>10}{'training':>10}{'a chip':>9}"]
     for plan in searched.plans:
         generation, inference, training = (f"{seconds:.2f} s" for seconds in plan.stages)
@@ -58,7 +58,7 @@ def plan_lines(searched: Searched, lag: int) -> list[str]:
 
 
 def gain_of(searched: Searched) -> str:
-    """Say how much the found plan gains, and what is proved of it."""
+    """Describe the gain of the found plan, and the proved bound."""
     *others, found = searched.plans
     gap = searched.gap
     proved = f"the best may be {gap:.1%} shorter" if gap else "no plan of this kind is shorter"
@@ -71,7 +71,7 @@ def gain_of(searched: Searched) -> str:
 
 
 def training_lines(compared: TrainingComparison) -> list[str]:
-    """Say how a step's updates as pipelines compare with those by FSDP and TP, and from where."""
+    """Describe a step's updates as pipelines against those by FSDP and TP, and the crossover."""
     pipelined = compared.pipelined
     joint = pipelined.joint
     by_pipeline = {
@@ -115,19 +115,19 @@ def _sizes_of(shape: dict[str, int]) -> str:
 
 
 def moved_line(plan: PricedPlan) -> str:
-    """Say which trained weights come to each chip of a call, once a step."""
+    """Describe which trained weights move to each chip of a call, once per step."""
     each = [f"{size / memory_parts.GIGA:.2f} GB a chip to {c}" for c, size in plan.moved.items()]
     return f"{plan.name:13} {', '.join(each)}"
 
 
 def variation_line(one: Variation) -> str:
-    """Say how the found plan compares if a constant is another."""
+    """Describe the found plan's lead if a constant has another value."""
     line = f"{one.constant:9} x {one.factor:g}: {one.gain:.2f} times as fast as {one.other}"
     return line if one.better < 0.001 else f"{line}; another plan is {one.better:.1%} shorter"
 
 
 def why_not(plan: PricedPlan, found: PricedPlan) -> str:
-    """Say in which call a plan takes the seconds that it takes more than the one that was found."""
+    """Describe the call in which a plan loses the most time to the found plan."""
     if not plan.fits:
         largest = max(plan.parts, key=lambda part: part.bytes).name
         return f"does not fit, with {plan.gigabytes:.1f} GB a chip, most of it {largest}"

@@ -1,7 +1,6 @@
-"""Describe the programs of models that train as pipelines, with what formulas say of each.
+"""Describe the programs of models that train as pipelines, with the predictions of formulas.
 
-Stages that are alike are one program: the first, one in the middle and the last of a copy are
-compiled.
+Equal stages are one program: the first, one in the middle and the last of a copy are compiled.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from rlhf_jax.types import Model, ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class StageProgram:
-    """Hold a stage of a copy of a call's pipeline: its part of the model, and what it is given."""
+    """Hold a stage of a copy of a call's pipeline: its part of the model, and its inputs."""
 
     calls: PlacedCalls  # of one copy
     call: str
@@ -44,7 +43,7 @@ class StageProgram:
 
     @property
     def run(self) -> PlannedRun:
-        """Return the run as the stage sees it, which keeps all that its layers compute."""
+        """Return the run for the stage, which keeps all results of its layers."""
         layout = dataclasses.replace(self.stage.settings.layout, role="training")
         return dataclasses.replace(
             self.calls.run(self.call), layout=layout, layouts={}, remat=False
@@ -52,7 +51,7 @@ class StageProgram:
 
     @property
     def batch(self) -> Any:
-        """Return the shapes of what the stage reads of a micro-batch."""
+        """Return the shapes of the stage's part of a micro-batch."""
         rows = derived.microbatch_rows(self.calls.config)
         layout = self.stage.settings.layout
         made = shapes.micro_batch_shapes(self.calls.config, layout, rows, self.reads)
@@ -60,7 +59,7 @@ class StageProgram:
 
     @property
     def hidden(self) -> jax.ShapeDtypeStruct:
-        """Return the shape of what stages give each other, as it travels."""
+        """Return the shape of the hidden states between stages, as they travel."""
         layout = self.stage.settings.layout
         rows = derived.microbatch_rows(self.calls.config)
         packed = shapes.packed_shapes(self.calls.config, layout, rows, ())
@@ -74,7 +73,7 @@ class StageProgram:
         return execute(stages.forward, self.part, given, self.batch, stage=self.stage)
 
     def backward(self, execute: Execute, _: int) -> object:
-        """Run the gradient of a later micro-batch: the sum so far is there."""
+        """Run the gradient of a later micro-batch, with an existing sum."""
         given = None if self.stage.reads_tokens else self.hidden
         cotangent = None if self.stage.loss else self.hidden
         own = RunningStage(self.stage, self.part)
@@ -105,7 +104,7 @@ class StageProgram:
 
 
 def pipelined_updates(calls: PlacedCalls, call: str) -> Iterator[CallProgram]:
-    """Yield what brings its ends to a stage, what stages compute, and how copies are summed."""
+    """Yield the programs that place a stage's ends, those of stages, and the sum over copies."""
     weights = shapes.model_shapes(calls.model(call), calls.run(call).layout, FLOAT32)
     learner = calls.learner(call)
     copies = stages.copies_of(learner)
@@ -119,7 +118,8 @@ def pipelined_updates(calls: PlacedCalls, call: str) -> Iterator[CallProgram]:
     whole = calls.model(call)
     shallow = dataclasses.replace(whole, num_layers=whole.num_layers // len(of_copy))
     works = stage_works(calls.placed(call), whole)
-    # Pipelines run at once: the gradients of both are there, and what their stages have to keep.
+    # Pipelines run at once: the gradients of both are resident, and the inputs kept by their
+    # stages.
     resident = calls.always(call, ["gradients, float32", KEPT])
     for index in sorted({0, min(1, len(of_copy) - 2), len(of_copy) - 1}):
         program = StageProgram(own, call, of_copy[index], parts[index], shallow, calls.reads)
@@ -131,7 +131,7 @@ def pipelined_updates(calls: PlacedCalls, call: str) -> Iterator[CallProgram]:
 def _ends(
     calls: PlacedCalls, call: str, model: Model, stage: Stage, resident: float
 ) -> Iterator[CallProgram]:
-    """Yield what brings the embedding or the head to a stage that has it."""
+    """Yield the programs that move the embedding or the head to a stage that has it."""
     ends = dataclasses.replace(stage.without_others(model), layers=(), norm=None)
     layout = stage.settings.layout
     itemsize = layout.dtype.itemsize
@@ -147,7 +147,7 @@ def _ends(
 
 
 def _tasks(program: StageProgram, works: StageWorks, resident: float) -> Iterator[CallProgram]:
-    """Yield the forward and the backward of a stage; the last one has a backward alone."""
+    """Yield the forward and the backward of a stage; the last one has only a backward."""
     first = program.stage.reads_tokens
     last = program.stage.loss is not None
     name = "first" if first else "last" if last else "middle"
@@ -161,7 +161,7 @@ def _tasks(program: StageProgram, works: StageWorks, resident: float) -> Iterato
     layout = program.stage.settings.layout
 
     def task(kind: str, work: Work, size: float, hops: int, run: Any) -> CallProgram:
-        """Return the program of a task, which gathers hidden states of so many neighbours."""
+        """Return the program of a task that gathers hidden states from some neighbours."""
         return CallProgram(
             program.call,
             f"{name} stage {kind}",
@@ -184,7 +184,7 @@ def _tasks(program: StageProgram, works: StageWorks, resident: float) -> Iterato
 def _summed_copies(
     calls: PlacedCalls, call: str, learner: Learner, weights: Model, resident: float
 ) -> Iterator[CallProgram]:
-    """Yield what sums the gradients of several copies, once a minibatch."""
+    """Yield the programs that sum the gradients of several copies, once per minibatch."""
     copies = stages.copies_of(learner)
     if len(copies) == 1:
         return
@@ -203,7 +203,7 @@ def _summed_copies(
 
 
 def held_bytes(tree: Any, dtype: Any = None) -> int:
-    """Return the bytes that a device holds of shapes that know where they lie, in another dtype."""
+    """Return the bytes of placed shapes on a device, in another dtype."""
     if dtype is not None:
         tree = jax.tree.map(lambda leaf: leaf.update(dtype=dtype), tree)
     return bytes_per_device(tree, jax.tree.map(lambda leaf: leaf.sharding, tree))

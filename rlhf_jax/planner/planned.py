@@ -1,4 +1,4 @@
-"""Plan a run for devices that need not be here, from its config and the shapes of its models."""
+"""Plan a run for absent devices, from its config and the shapes of its models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rlhf_jax.types import ModelConfig, ModelConfigs
 
 
 class Planned(NamedTuple):
-    """Hold what a run would use on devices of a kind."""
+    """Hold the resources of a run on devices of a kind."""
 
     hardware: Hardware
     plan: Plan  # of calls
@@ -39,15 +39,15 @@ class Planned(NamedTuple):
     remat_reason: str
 
     def run(self, config: Config) -> PlannedRun:
-        """Return the run that a config describes, with the layout of each call."""
+        """Return the planned run of a config, with the layout of each call."""
         layout = next(iter(self.layouts.values()))
         return PlannedRun(config, self.models, layout, self.remat, self.layouts)
 
 
 def plan_run(config: Config, hardware: Hardware) -> Planned:
-    """Plan a run; raises ValueError or FileNotFoundError for what cannot be.
+    """Plan a run; raises ValueError or FileNotFoundError for an invalid config.
 
-    Prompts and rewards are not looked at.
+    Prompts and rewards are ignored.
     """
     register_own(config)
     models = _models(config)
@@ -64,9 +64,9 @@ def plan_run(config: Config, hardware: Hardware) -> Planned:
 
 
 def missing_inputs(config: Config) -> str:
-    """Say which devices or weights a run lacks here; '' if it could begin.
+    """Describe the devices or weights that a run lacks here; '' if it could begin.
 
-    Weights of a hub name count as lacking: a plan is no reason to fetch them.
+    Weights of a hub name count as missing: planning does not fetch them.
     """
     sizes = config.mesh
     shape = (sizes.slices, sizes.data, sizes.fsdp, sizes.tensor)
@@ -83,7 +83,7 @@ def missing_inputs(config: Config) -> str:
 
 
 def hardware_of(config: Config) -> Hardware:
-    """Return the devices that a config's mesh asks for, or those that are here."""
+    """Return the devices that a config's mesh requires, or those that are present."""
     sizes = config.mesh
     shape = (sizes.slices, sizes.data, sizes.fsdp, sizes.tensor)
     if -1 not in shape and sizes.device_memory_gb:

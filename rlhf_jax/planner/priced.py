@@ -35,28 +35,28 @@ from rlhf_jax.setup.calls import place_calls
 from rlhf_jax.setup.generation_checks import check_lag
 from rlhf_jax.types import ModelConfigs
 
-MESH = "mesh"  # what the plan in which all calls have the config's mesh is called
+MESH = "mesh"  # name of the plan in which all calls have the config's mesh
 
 
 class PricedPlan(NamedTuple):
-    """Hold a plan and what it is predicted to take."""
+    """Hold a plan and its predicted costs."""
 
     name: str
     plan: Plan  # of calls
     calls: dict[str, float]  # seconds of each call
     stages: tuple[float, ...]  # of generation, inference and training
-    step: float  # seconds of a step, with weights on their way
+    step: float  # seconds of a step, transfers of weights included
     gigabytes: float  # of the fullest device, in 10^9 bytes
-    fits: bool  # whether a device has so much
+    fits: bool  # whether a device has this much
     parts: list[Part]  # of its memory
     moved: dict[str, int]  # bytes of trained weights that come to each device of a call
-    lag: int  # steps that samples are drawn ahead
+    lag: int  # off-policy steps: how far samples are prefetched
     remat: bool
     events: list[Event]  # of a few iterations
 
 
 class FoundPlan(NamedTuple):
-    """Hold the best plan, and by which share of its step another may be shorter."""
+    """Hold the best plan, and the share of its step by which another may be shorter."""
 
     priced: PricedPlan
     gap: float
@@ -64,17 +64,17 @@ class FoundPlan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PlanPrices:
-    """Price the plans of a run on devices that need not be here; its lag is its config's."""
+    """Price the plans of a run on absent devices; its lag is its config's."""
 
     config: Config
     models: ModelConfigs
     hardware: Hardware
     base: Placement  # of all calls by the config's mesh
-    held: dict = dataclasses.field(default_factory=dict)  # what spaces remember of memory
+    held: dict = dataclasses.field(default_factory=dict)  # the spaces' cache of memory
 
     @classmethod
     def of(cls, config: Config, planned: Planned, lag: int) -> PlanPrices:
-        """Return the prices of a run that draws its samples so many steps ahead."""
+        """Return the prices of a run with a given lag."""
         own = copy.deepcopy(config)
         own.plan = ""
         own.training.lag = lag
@@ -84,7 +84,7 @@ class PlanPrices:
         return cls(own, planned.models, hardware, base)
 
     def varied(self, constant: str, factor: float) -> PlanPrices:
-        """Return what the prices are if one of the chip's efficiencies is another."""
+        """Return the prices if one of the chip's efficiencies has another value."""
         chip = self.hardware.chip
         assert chip is not None, "Plans are priced for known chips alone."
         other = chip.efficiency._replace(**{constant: factor * getattr(chip.efficiency, constant)})
@@ -92,9 +92,9 @@ class PlanPrices:
         return dataclasses.replace(self, hardware=hardware)
 
     def named_plan(self, name: str, own: Plan) -> Plan:
-        """Return the plan of a name, checked; ValueError says why it cannot be, or be compared.
+        """Return the plan of a name, checked; ValueError if it is impossible or not comparable.
 
-        own: that of a name which is neither the mesh's nor a preset's.
+        own: the plan of a name that is neither the mesh's nor a preset's.
         """
         calls = derived.calls(self.config)
         plan = own
@@ -113,9 +113,9 @@ class PlanPrices:
 
     @functools.cached_property
     def spaces(self) -> dict[bool, SearchSpace]:
-        """Return what is searched with layers computed again in the backward pass, and without.
+        """Return the search spaces with and without recomputing layers in the backward pass.
 
-        Where the config leaves that open, a run does without as far as `settle_remat` says so.
+        If the config leaves it open, a run recomputes as `settle_remat` decides.
         """
         setting = self.config.training.remat
         space = functools.partial(
@@ -131,7 +131,7 @@ class PlanPrices:
         return {remat: space.problem() for remat, space in self.spaces.items()}
 
     def price(self, name: str, plan: Plan) -> PricedPlan:
-        """Predict what a plan takes that has been checked."""
+        """Predict the costs of a checked plan."""
         predicted = functools.partial(
             estimate.fullest, self.config, self.models, plan, plan.layouts(self.hardware.platform)
         )
@@ -165,7 +165,7 @@ class PlanPrices:
         )
 
     def find(self, known: Sequence[PricedPlan], limit: float) -> FoundPlan | None:
-        """Return the best plan, never longer than one that is known; None if none fits.
+        """Return the best plan, never longer than a known one; None if none fits.
 
         limit: CPU seconds.
         """

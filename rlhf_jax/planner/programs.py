@@ -1,6 +1,6 @@
-"""Describe the programs of each call of a plan: the code of a run, and what formulas say of it.
+"""Describe the programs of each call of a plan: their code, and the predictions of formulas.
 
-Devices need not be here: those of a TPU topology are enough. Nothing is compiled or run.
+Devices may be absent: those of a TPU topology suffice. Nothing is compiled or run.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def programs(calls: PlacedCalls) -> Iterator[CallProgram]:
 
 
 def scores(calls: PlacedCalls, call: str, model: ModelConfig) -> CallProgram:
-    """Return what scores a micro-batch with a model.
+    """Return the program that scores a micro-batch by a model.
 
-    Texts of rewards are padded to whole buckets, and of each one number is read.
+    Texts of rewards are padded to whole buckets, and give one number each.
     """
     config = calls.config
     run = calls.run(call)
@@ -83,7 +83,7 @@ def scores(calls: PlacedCalls, call: str, model: ModelConfig) -> CallProgram:
 
 
 def gradient(calls: PlacedCalls, call: str) -> CallProgram:
-    """Return the gradient of a later micro-batch: the sum so far is there."""
+    """Return the gradient of a later micro-batch, with an existing sum."""
     run = calls.run(call)
     model = calls.model(call)
     placed = calls.placed(call)

@@ -1,4 +1,4 @@
-"""Compare the plans that a config may name with the best one that a search finds."""
+"""Compare the named plans of a config with the best one that a search finds."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from rlhf_jax.planner.priced import MESH, FoundPlan, PlanPrices, PricedPlan
 from rlhf_jax.setup import validation
 from rlhf_jax.setup.generation_checks import check_lag
 
-SEARCH_SECONDS = 60.0  # of the CPU, in which a plan is to be found and proved
+SEARCH_SECONDS = 60.0  # CPU seconds to find and prove a plan
 FACTORS = (0.5, 1.5)  # by which each efficiency of a chip is varied, one at a time
-SHARDED = "FSDP and TP"  # what the best plan without pipelines is called, beside one with them
-VARIED_SECONDS = 4.0  # of the CPU, for each of these searches
+SHARDED = "FSDP and TP"  # name of the best plan without pipelines, next to one with them
+VARIED_SECONDS = 4.0  # CPU seconds for each of these searches
 
 
 class Variation(NamedTuple):
-    """Hold how plans compare if one efficiency of the chip is another."""
+    """Hold the comparison of plans for another value of one efficiency of the chip."""
 
     constant: str
     factor: float
@@ -46,32 +46,32 @@ class Variation(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """Return how many times as fast as that one the found plan is."""
+        """Return the speed of the found plan over that one."""
         *_, found = self.steps.values()
         return self.steps[self.other] / found
 
     @property
     def better(self) -> float:
-        """Return by which share of the found plan's step another plan is shorter."""
+        """Return the share of the found plan's step by which another plan is shorter."""
         *_, found = self.steps.values()
         return max(0.0, 1.0 - self.best / found)
 
 
 class Searched(NamedTuple):
-    """Hold what a search has compared: the plan it found is the last one."""
+    """Hold the plans that a search has compared; the last one is the found plan."""
 
     plans: list[PricedPlan]
-    left_out: dict[str, str]  # presets that cannot be, and why
-    gap: float  # by which share the plan that was found may be longer than the best one
+    left_out: dict[str, str]  # impossible presets, and the reasons
+    gap: float  # share by which the found plan may be longer than the best one
     trainings: TrainingComparison | None = None  # as pipelines, where chips are on several nodes
 
 
 def search_plans(config: Config, planned: Planned, lag: int = 0) -> Searched:
-    """Find the best plan for a run's devices, and compare the config's own and the presets with it.
+    """Find the best plan for a run's devices, and compare the config's and the presets with it.
 
-    lag: 1 for a run that draws the samples of the next step while it trains; the best plan without
-    is then compared, too. Raises ValueError if the devices' speeds are not known, no plan fits
-    their memory, or none lets generation have devices of its own that must.
+    lag: 1 for a run that prefetches the samples of the next step during training; the best plan
+    without it is then compared, too. Raises ValueError if the devices' speeds are not known, no
+    plan fits their memory, or none has separate devices for generation although it needs them.
     """
     hardware = planned.hardware
     if hardware.chip is None:
@@ -109,10 +109,10 @@ def search_plans(config: Config, planned: Planned, lag: int = 0) -> Searched:
 def find_with_pipelines(
     prices: PlanPrices, named: list[PricedPlan]
 ) -> tuple[FoundPlan | None, str]:
-    """Return the best plan, and why none that trains as pipelines is compared; '' if one is.
+    """Return the best plan, and why no pipelined one is compared; '' if one is.
 
-    Of the best such plan and the best other one, the longer is added to those that have a name.
-    Where all chips have links of their own, pipelines are found only if nothing else fits.
+    Of the best such plan and the best other one, the longer is added to the named ones. If all
+    chips have their own links, pipelines are considered only if nothing else fits.
     """
     reason = why_not_pipelined(prices.hardware)
     pipelined = [FoundPlan(one, 0.0) for one in named if one.fits and is_pipelined(one.plan)]
@@ -139,7 +139,7 @@ def find_with_pipelines(
 
 
 def no_plan(hardware: object, lag: int) -> str:
-    """Say that there is none."""
+    """Return the message for a search without a result."""
     if lag:
         return (
             f"No plan of {hardware} gives generation devices of its own and fits; name more"
@@ -151,7 +151,7 @@ def no_plan(hardware: object, lag: int) -> str:
 def compare(
     prices: PlanPrices, requested: str, own: Plan
 ) -> tuple[list[PricedPlan], dict[str, str]]:
-    """Price the mesh, the presets and the plan that a config asks for; say why some cannot be."""
+    """Price the mesh, the presets and the config's plan; return why some are impossible."""
     priced = []
     left_out = {}
     for name in dict.fromkeys((MESH, *PRESETS, requested or MESH)):
@@ -165,7 +165,7 @@ def compare(
 def vary(config: Config, planned: Planned, plans: list[PricedPlan]) -> list[Variation]:
     """Price the plans of a search again with one efficiency of the chip changed at a time.
 
-    Those that do not fit are left out; nothing is said if there is none beside the found one.
+    Plans that do not fit are left out; there is no variation if only the found one is left.
     """
     usable = [plan for plan in plans if plan.fits]
     if len(usable) < 2 or not plans[-1].fits:

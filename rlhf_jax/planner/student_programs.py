@@ -1,4 +1,4 @@
-"""Describe the programs by which a student learns, with what formulas say of each."""
+"""Describe the programs of a student's training, with the predictions of formulas."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from rlhf_jax.training.optimizer import make_optimizer
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import Array, Model, ModelConfig
 
-CALL = "policy_training"  # on whose devices a student learns
+CALL = "policy_training"  # the call whose devices train a student
 
 
 def student_updates(calls: PlacedCalls) -> Iterator[CallProgram]:
-    """Yield how the policy reads a micro-batch, the student's gradient, and its step."""
+    """Yield the policy's pass over a micro-batch, the student's gradient, and its step."""
     settings = student_settings(calls.config, calls.layouts[CALL], calls.remat)
     config = copy.deepcopy(calls.config)
     config.training.update(microbatch_rows=settings.microbatch_rows, microbatch_tokens=0)
@@ -43,7 +43,7 @@ def student_updates(calls: PlacedCalls) -> Iterator[CallProgram]:
     placements[CALL] = dataclasses.replace(placements[CALL], pipelined=False)
     plan = dataclasses.replace(calls.plan, placements=placements)
     own = dataclasses.replace(calls, config=config, plan=plan)
-    # of a pipeline, no device of which has all layers, it reads a copy in the compute dtype
+    # no device of a pipeline has all layers, so a copy in the compute dtype reads it
     yield reading(own, settings, copied=calls.run(CALL).is_pipelined)
     optimizer = make_optimizer(
         config.drafter.learning_rate, max_grad_norm=config.training.max_grad_norm
@@ -54,7 +54,7 @@ def student_updates(calls: PlacedCalls) -> Iterator[CallProgram]:
 
 
 def reading(calls: PlacedCalls, settings: TrainingSettings, *, copied: bool) -> CallProgram:
-    """Return what reads a micro-batch with the policy, or with a copy of it; it takes no head."""
+    """Return the program that reads a micro-batch with the policy or a copy; it uses no head."""
     run = calls.run(CALL)
     policy = calls.models.policy
     passes = calls.placed(CALL).passes()
@@ -86,7 +86,7 @@ def reading(calls: PlacedCalls, settings: TrainingSettings, *, copied: bool) -> 
 
 
 def gradient(calls: PlacedCalls, learner: Learner) -> CallProgram:
-    """Return a student's gradient of a later micro-batch: the sum so far is there.
+    """Return a student's gradient of a later micro-batch, with an existing sum.
 
     Logits of both models are made once, and the student's differentiated by its hidden states: the
     head has three products and no gradient, and neither has the embedding.
@@ -157,7 +157,7 @@ def student_shapes(calls: PlacedCalls) -> Model:
 
 
 def distill_batch(calls: PlacedCalls, *, read: bool = False) -> PackedSequences:
-    """Return the shapes of a micro-batch of a student, which the policy has read, or not yet."""
+    """Return the shapes of a student's micro-batch, before or after the policy's pass."""
     layout = calls.run(CALL).layout
     samples = calls.placed(CALL).passes().samples
     batch = shapes.packed_shapes(calls.config, layout, samples, ("positions", "total_tokens"))
@@ -171,13 +171,13 @@ def distill_batch(calls: PlacedCalls, *, read: bool = False) -> PackedSequences:
 
 
 def _student(calls: PlacedCalls) -> ModelConfig:
-    """Return the shape of the student, which there must be."""
+    """Return the shape of the student, which must exist."""
     assert calls.models.drafter is not None, "A student learns."
     return calls.models.drafter
 
 
 def _all_hidden(calls: PlacedCalls) -> int:
-    """Return the bytes of the policy's hidden states of all texts that its student learns from."""
+    """Return the bytes of the policy's hidden states of all texts for its student."""
     run = calls.run(CALL)
     samples = derived.student_samples(calls.config)
     return updates.hidden_bytes(run, row_share(samples, run.layout))

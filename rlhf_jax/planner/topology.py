@@ -1,7 +1,7 @@
-"""Find the devices of hardware that need not be here, to compile for.
+"""Find the devices of absent hardware, to compile for.
 
-The compilers of TPUs (libtpu) and of NVIDIA's GPUs (jax's CUDA plugin) run on a CPU, and know chips
-by their names: a TPU's topology, a GPU's target file in `rlhf_jax/planner/targets/`.
+The compilers of TPUs (libtpu) and of NVIDIA's GPUs (jax's CUDA plugin) run on a CPU, and identify
+chips by names: a TPU's topology, a GPU's target file in `rlhf_jax/planner/targets/`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from rlhf_jax.planner.chips import TOPOLOGIES, TPUS
 from rlhf_jax.planner.hardware import Hardware
 from rlhf_jax.runtime import jax_internals
 
-# The files follow XLA's own, read off such devices; those of L4, L40S and RTX 4090 data sheets.
+# The files follow XLA's own, read from such devices; those of L4, L40S and RTX 4090 data sheets.
 TARGETS = Path(__file__).parent / "targets"
-# With these libtpu asks no machine, takes no chip and writes no log.
+# With these libtpu queries no machine, takes no chip and writes no log.
 TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -36,7 +36,7 @@ CHIP_CONFIGS = {"v4": {"chip_config_name": "megacore"}}
 
 
 def topology_devices(hardware: Hardware) -> list[Any]:
-    """Return the devices that a compiler here sees in some hardware, the same ones each time.
+    """Return the devices that a local compiler sees in some hardware, always the same objects.
 
     Raises ValueError, in one sentence, if nothing here compiles for the hardware.
     """
@@ -56,7 +56,7 @@ def topology_devices(hardware: Hardware) -> list[Any]:
 
 
 def compiler_version(platform: str) -> str:
-    """Return what compiles for a platform here, and its version."""
+    """Return the local compiler for a platform, and its version."""
     name = "libtpu" if platform == "tpu" else f"jax-{jax_internals.cuda_plugin()}-plugin"
     return f"jax {jax.__version__}, {name} {importlib.metadata.version(name)}"
 

@@ -1,4 +1,4 @@
-"""Say what it is worth to move running samples between a run's slices, by simulation."""
+"""Simulate the benefit of moving running samples between a run's slices."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ DRAWS = 3  # of the lengths of a stage, each after a stage of others
 
 
 def rows_of_worth(config: Config, planned: Planned, lengths: Percentiles) -> list[tuple[str, str]]:
-    """Return rows of a plan: seconds of a stage by each way to place samples, and the bound.
+    """Return rows of a plan: seconds of a stage by each placing policy, and the bound.
 
-    Lengths are cut at `generation.max_new_tokens`. Drafts are left out, so are prefills. The
-    hardware's chip must be known.
+    Lengths are cut at `generation.max_new_tokens`. Drafts and prefills are left out. The hardware's
+    chip must be known.
     """
     run = planned.run(config)
     run = run.at("generation") or run
@@ -88,10 +88,10 @@ def machine_of(placed: PlacedRun) -> SimulatedSlice:
 def lower_bound(
     machine: SimulatedSlice, total: np.ndarray, slices: int, prompt: float, inference: float = 0.0
 ) -> float:
-    """Return seconds that no placement can beat.
+    """Return a lower bound of the seconds of any placement.
 
-    They are of all work at the best throughput, or of the longest sample alone, both with the
-    context of a fresh prompt. inference: seconds of it on all slices, that must have ended too.
+    It is all work at the best throughput, or the longest sample alone, both with the context of a
+    fresh prompt. inference: seconds of it on all slices, which must end, too.
     """
     contexts = np.full(machine.rows, prompt)
     rates = np.arange(1, machine.rows + 1) * machine.rate(np.arange(1, machine.rows + 1), contexts)
@@ -104,7 +104,7 @@ def lower_bound(
 def _policies(
     before: np.ndarray, total: np.ndarray, slices: int, group: int, limit: float
 ) -> dict[str, Policy]:
-    """Return the ways to place responses of these lengths, by what they are called in a plan."""
+    """Return the placing policies for responses of these lengths, by their names in a plan."""
     shown = placing.prompts_of(before, group, limit)
     known = forecasts.after_stage(LengthForecasts(), shown, 1.0)
     guessed = placing.by_siblings(known, total, group, limit)

@@ -1,4 +1,4 @@
-"""Rewards shared out to the processes of a run: each scores some responses, all get all scores."""
+"""Divide rewards among the processes of a run: each scores some responses, all get all scores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhf_jax.runtime import distributed
 def shared_out(scorer: Scorer) -> Scorer:
     """Return a scorer of responses that all processes have: each scores its share of them.
 
-    All get all scores. Broken where no process had a score. With one process it is `scorer` itself.
+    All get all scores. Broken if no process has a score. With one process it is `scorer` itself.
     """
     if not distributed.started():
         return scorer

@@ -1,9 +1,9 @@
-"""Work as one of several processes: which this is, what they tell each other, whose arrays.
+"""Work as one of several processes: ranks, collectives of host values, published values.
 
-Rank 0 leads: it writes the files, shows the progress and decides what only one can. With one
-process every function here is the plain thing, and costs nothing. What processes tell each other
-are the values of `messages.py`, signed by `signing.py`: none of it is ever run, and what others
-say is not heard.
+Rank 0 leads: it writes the files, shows the progress and makes decisions that must be made once.
+With one process every function here is trivial, and costs nothing. The processes exchange the
+values of `messages.py`, signed by `signing.py`: they are never executed, and unsigned ones are
+ignored.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from jax.experimental import multihost_utils
 from rlhf_jax.runtime import jax_internals, messages, signing
 from rlhf_jax.runtime.signing import Signer
 
-MEETING = 30.0  # seconds in which ranks that have met show each other that they have the key
-PATIENCE = 10.0  # seconds in which ranks that fail alike come to the same place
+MEETING = 30.0  # seconds in which ranks that have met prove to each other that they have the key
+PATIENCE = 10.0  # seconds in which ranks that fail alike arrive at the same point
 LEADER = 0
-# How an error of the runtime begins. Where results are read on the host it comes as a ValueError,
-# as do tensorstore's.
+# Prefixes of an error of the runtime. When results are read on the host it is a ValueError, as are
+# tensorstore's.
 STATUS = re.compile(
     "(ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED|INTERNAL|RESOURCE_EXHAUSTED"
     "|UNAVAILABLE|UNKNOWN): "
 )
-OF_FILES = re.compile(r" \[(tensorstore|source|os_error)")  # in what tensorstore says
+OF_FILES = re.compile(r" \[(tensorstore|source|os_error)")  # in messages of tensorstore
 FIRST = 1024  # bytes of a message that travel with its length
 EXCHANGE = "the exchange of ranks"
 FRESH = "fresh bytes"
-RETRY = 0.05  # seconds until a name under which a forged word lies is looked at again
-ASK_AGAIN = 10.0  # seconds until a word that does not come is asked for again
+RETRY = 0.05  # seconds until a name with a forged value is read again
+ASK_AGAIN = 10.0  # seconds until a missing value is requested again
 
 T = TypeVar("T")
 
@@ -55,11 +55,11 @@ def started() -> bool:
 
 @functools.cache
 def signer() -> Signer:
-    """Return what this process signs with, after all ranks have made a key of this attempt.
+    """Return this process's signer, after all ranks have made a key of this attempt.
 
-    The key is made of the run's secret and of fresh random bytes of every rank, so that no word of
-    another run, or of an earlier attempt of this one, is of any use. Raises ValueError if a rank
-    has no secret, or another one.
+    The key is made from the run's secret and fresh random bytes of every rank, so that no message
+    of another run, or of an earlier attempt of this one, is valid. Raises ValueError if a rank has
+    no secret, or another one.
     """
     secret = signing.read_secret()
     if secret is None and count() > 1:
@@ -102,21 +102,21 @@ def leads() -> bool:
 def gather(value: T) -> list[T]:
     """Return the value of every rank, by rank; all call it, in the same order.
 
-    Raises ValueError for a value of a type that cannot travel, or from which others sent bytes that
-    are no message.
+    Raises ValueError for a value of an unsupported type, or if others sent bytes that are not a
+    message.
     """
     return _exchange(messages.encode(value)) if started() else [value]
 
 
-# Of each thread, by its name: all ranks have the same number of exchanges behind them.
+# Of each thread, by its name: all ranks have had the same number of exchanges.
 _exchanges: collections.Counter[str] = collections.Counter()
 _divided = threading.Event()
 
 
 def divide() -> None:
-    """Say that from now on a call may run on the devices of some processes alone.
+    """Declare that from now on a call may run on the devices of some processes alone.
 
-    Ranks then exchange what they say by the coordination service: a program over all devices would
+    Ranks then exchange values through the coordination service: a program over all devices would
     wait for each call that is at work somewhere.
     """
     _divided.set()
@@ -128,7 +128,7 @@ def is_divided() -> bool:
 
 
 def _exchange(message: bytes) -> list[Any]:
-    """Return what the message of every rank says, by rank."""
+    """Return the message of every rank, by rank."""
     thread = threading.current_thread().name
     number = _exchanges[thread]
     _exchanges[thread] += 1
@@ -140,13 +140,13 @@ def _exchange(message: bytes) -> list[Any]:
     if leads():
         words = [f"{folder}/{number}/{other}" for other in range(count())]
         publish(f"{folder}/{number}/all", [_await(word, bytes) for word in words])
-        delete_published(f"{folder}/{number - 1}")  # all have said, and so read, what came after
+        delete_published(f"{folder}/{number - 1}")  # all have read it, since they sent the next one
     found = _await(f"{folder}/{number}/all", list)
     return [messages.decode(reply, EXCHANGE) for reply in found]
 
 
 def _exchange_by_devices(name: str, message: bytes) -> list[Any]:
-    """Return what the message of every rank says, which a program over all devices gathers.
+    """Return the message of every rank, gathered by a program over all devices.
 
     The lengths come with the first bytes of each; the rest is padded to a power of two, so that
     there are few programs.
@@ -175,15 +175,15 @@ def _exchange_by_devices(name: str, message: bytes) -> list[Any]:
 
 
 def broadcast(value: T, root: int = LEADER) -> T:
-    """Return one rank's value on all, the leader's by default; the others' is not looked at."""
+    """Return one rank's value on all, the leader's by default; the others' is ignored."""
     return gather(value if rank() == root else None)[root]  # pyright: ignore[reportReturnType]
 
 
 def gather_results(work: Callable[[], T]) -> list[T]:
-    """Return what `work` gives on each rank, by rank.
+    """Return the result of `work` on each rank, by rank.
 
-    An error of one is raised on all, the lowest rank's where several fail, so that they leave in
-    step. Where its class cannot travel, the others raise the nearest that can, of the same words.
+    An error of one is raised on all, the lowest rank's if several fail, so that they leave in step.
+    If its class cannot travel, the others raise the nearest that can, with the same message.
     """
     if not started():
         return [work()]
@@ -201,20 +201,20 @@ def gather_results(work: Callable[[], T]) -> list[T]:
 
 
 def run_on_all(work: Callable[[], T]) -> T:
-    """Return what `work` gives here, once it has ended on all; an error of one is raised on all."""
+    """Return the result of `work` here, once it has ended on all; an error is raised on all."""
     own: list[T] = []
     gather_results(lambda: own.append(work()))
     return own[0]
 
 
 def run_on_leader(work: Callable[[], T]) -> T:
-    """Return what `work` gives on the leader, which alone does it; its error is raised on all."""
+    """Return the leader's result of `work`, which only it runs; its error is raised on all."""
     results = gather_results(lambda: work() if leads() else None)
     return results[LEADER]  # pyright: ignore[reportReturnType]
 
 
 def is_of_device(error: BaseException) -> bool:
-    """Return whether a device failed, or another process: nothing that was asked or read."""
+    """Return whether a device failed, or another process: neither input nor files."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         return True
     message = str(error)
@@ -226,7 +226,7 @@ def is_of_device(error: BaseException) -> bool:
 
 
 def publish(name: str, value: object) -> None:
-    """Lay a value where every process may read it; a later one of the same name takes its place."""
+    """Publish a value for every process to read; a later one of the same name replaces it."""
     if started():
         _lay(name, value, signer())
 
@@ -239,18 +239,18 @@ def _lay(name: str, value: object, signer: Signer) -> None:
 def read_published(name: str, kind: type[T]) -> T | None:
     """Return the value of a name now, without waiting; None if there is none.
 
-    What no process of this run has signed is ignored, with a warning. Raises ValueError, which
-    names the channel, where what lies there is no such value.
+    Values that no process of this run has signed are ignored, with a warning. Raises ValueError,
+    which names the channel, for any other value.
     """
     try:
         found = _client().key_value_try_get_bytes(name) if started() else None
-    except jax.errors.JaxRuntimeError:  # the service knows no other way to say that there is none
+    except jax.errors.JaxRuntimeError:  # the service reports absence only as an error
         return None
     return None if found is None else _read(name, found, kind, signer())
 
 
 def _read(name: str, word: bytes, kind: type[T], signer: Signer) -> T | None:
-    """Return the value that a word says; None, after a warning, where it is not of this run."""
+    """Return the value of a message; None, after a warning, if it is not of this run."""
     try:
         body = signer.check(name, word)
     except signing.ForgedWord as error:
@@ -264,14 +264,14 @@ def _read(name: str, word: bytes, kind: type[T], signer: Signer) -> T | None:
 
 
 def _await(name: str, kind: type[T]) -> T:
-    """Return the value of a name once it is there; if a rank dies, this one is ended."""
+    """Return the value of a name once published; if a rank dies, this one is ended."""
     while (value := wait_published(name, kind, ASK_AGAIN)) is None:
         continue
     return value
 
 
 def wait_published(name: str, kind: type[T], seconds: float) -> T | None:
-    """Return the value of a name once it is there; None if it has not come within so long."""
+    """Return the value of a name once published; None if it does not come in time."""
     return _wait(name, kind, seconds, signer())
 
 
@@ -292,10 +292,10 @@ def _wait(name: str, kind: type[T], seconds: float, signer: Signer) -> T | None:
 
 
 def publish_if_absent(name: str, value: T) -> T:
-    """Lay a value unless one of its name lies there; return the one that does then.
+    """Publish a value unless one of its name exists; return the one that does then.
 
-    Raises ValueError if that one is not of this run: ranks that laid theirs over it could each
-    believe to have been the first.
+    Raises ValueError if that one is not of this run: ranks that overwrote it could each believe to
+    have been the first.
     """
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         _client().key_value_set_bytes(name, signer().sign(name, messages.encode(value)))
@@ -307,7 +307,7 @@ def publish_if_absent(name: str, value: T) -> T:
 
 
 def delete_published(folder: str) -> None:
-    """Take back the values whose names begin with `folder/`."""
+    """Delete the values whose names begin with `folder/`."""
     if started():
         _client().key_value_delete(f"{folder}/")
 
@@ -317,9 +317,9 @@ def _channel(name: str) -> str:
 
 
 def all_here(name: str, seconds: float = PATIENCE) -> bool:
-    """Return whether all processes come to the place of this name within so many seconds.
+    """Return whether all processes reach the point of this name within a time in seconds.
 
-    A name is good for one time.
+    A name can be used once.
     """
     if not started():
         return True

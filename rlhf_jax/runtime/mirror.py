@@ -1,8 +1,8 @@
-"""Keep the workdir of a run behind a URL, as gs://bucket/run: it works in a copy on this machine.
+"""Keep the workdir of a run at a URL, such as gs://bucket/run, by a copy on this machine.
 
-Every so often what has changed is sent, and at the end the rest. What lies behind the URL is laid
-out as a workdir is. A checkpoint counts there when `mirror.json` lists it, which is written after
-all its files; so a machine that is lost in the middle of a transfer leaves the one before.
+Changes are sent at intervals, and the rest at the end. The URL has the layout of a workdir. A
+checkpoint counts there when `mirror.json` lists it, which is written after all its files; so a
+machine that is lost in the middle of a transfer leaves the previous one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlhf_jax.runtime.foreign import one_line
 
 COPIES = "~/.cache/rlhf_jax/workdirs"
 CHECKPOINTS = "checkpoints"
-# What lies behind a URL, and what the copy here was last known to be: an id, and whole checkpoints.
+# The index at the URL, and the last known one of the copy: an id, and complete checkpoints.
 INDEX = "mirror.json"
 INTERVAL = 30.0  # seconds between two transfers
 
@@ -43,7 +43,7 @@ def require(workdir: str) -> None:
 
 
 def folder_of(workdir: str) -> Path:
-    """Return the folder in which a run works: the workdir itself or, of a URL, its copy here."""
+    """Return the folder in which a run works: the workdir itself or, for a URL, its copy here."""
     if not is_remote(workdir):
         return Path(workdir).expanduser()
     url = workdir.rstrip("/")
@@ -53,10 +53,10 @@ def folder_of(workdir: str) -> Path:
 
 @contextlib.contextmanager
 def mirrored(workdir: str) -> Iterator[None]:
-    """Keep `workdir`, where it is a URL, and its copy here alike within the context.
+    """Synchronise `workdir`, if it is a URL, and its copy here within the context.
 
-    The copy becomes what lies behind the URL, unless it is that and what was not sent yet. Raises
-    ValueError, or OSError if the URL cannot be read and written.
+    The copy is replaced by the content of the URL, unless it is that with files not sent yet.
+    Raises ValueError, or OSError if the URL cannot be read and written.
     """
     if not is_remote(workdir):
         yield
@@ -88,9 +88,9 @@ def mirrored(workdir: str) -> Iterator[None]:
 
 
 def fetched(workdir: str | Path, checkpoints: bool = False) -> Path:
-    """Return the folder of a run to read from: of a URL a copy of its own.
+    """Return the folder of a run to read from: for a URL a separate copy.
 
-    checkpoints: those are wanted, too. The run may be going on, here or elsewhere.
+    checkpoints: whether to include them. The run may be active, here or elsewhere.
     """
     if not is_remote(workdir):
         return Path(workdir).expanduser()
@@ -103,14 +103,14 @@ def fetched(workdir: str | Path, checkpoints: bool = False) -> Path:
 
 
 class _Mirror:
-    """Hold what is known of a folder behind a URL and of its copy here."""
+    """Hold the known state of a folder at a URL and of its copy here."""
 
     def __init__(self, url: str, folder: Path):
         self._url = url
         self._folder = folder
         self._files, self._root = _open(url)
         self._sent: dict[str, tuple[int, int]] = {}  # by file: size and time of change, in ns
-        self._id = ""  # of the index that lies behind the URL
+        self._id = ""  # of the index at the URL
         self._warned = False
 
     def is_further(self) -> bool:
@@ -120,7 +120,7 @@ class _Mirror:
             return own.is_file() and json.loads(own.read_bytes()) == self._read_index()
 
     def bring(self, checkpoints: bool = True) -> None:
-        """Make the copy what lies behind the URL, with or without the whole checkpoints."""
+        """Replace the copy by the content of the URL, with or without the complete checkpoints."""
         with self._one_sentence("read"):
             steps = self._read_index()["checkpoints"]
             names = list(self._list())
@@ -135,7 +135,7 @@ class _Mirror:
                     self._files.get_file(f"{self._root}/{name}", str(path))
 
     def claim(self) -> None:
-        """Say behind the URL that this run writes there, and see that it can."""
+        """Record at the URL that this run writes there, and check that it can."""
         with self._one_sentence("written"):
             steps = self._read_index()["checkpoints"]
             for name, size in self._list().items():
@@ -150,7 +150,7 @@ class _Mirror:
             self._write_index(sorted(found if steps is None else steps))
 
     def keep_sending(self, stop: threading.Event) -> None:
-        """Send every so often what has changed, until the event is set."""
+        """Send changes at intervals, until the event is set."""
         while not stop.wait(INTERVAL):
             try:
                 self.send()
@@ -160,7 +160,7 @@ class _Mirror:
                 self._warned = True
 
     def send(self) -> None:
-        """Send what has changed, then say which checkpoints are whole, then remove what is gone."""
+        """Send changed files, then the list of complete checkpoints, then remove deleted files."""
         found = self._own_files()
         changed = [name for name, mark in found.items() if self._sent.get(name) != mark]
         gone = self._sent.keys() - found.keys()
@@ -189,13 +189,13 @@ class _Mirror:
                 del self._sent[name]
 
     def _own_files(self) -> dict[str, tuple[int, int]]:
-        """Return the files of the copy, with their marks, but for those that are being made."""
+        """Return the files of the copy, with their marks, except unfinished ones."""
         found = {}
-        # A folder that is removed meanwhile is passed over, which `rglob` would not do.
+        # A folder that is removed meanwhile is skipped, which `rglob` would not do.
         paths = [Path(place) / name for place, _, names in os.walk(self._folder) for name in names]
         for path in paths:
             name = path.relative_to(self._folder).as_posix()
-            # the file beside the checkpoints says of which run they are
+            # the file next to the checkpoints identifies their run
             in_folder = name.startswith(f"{CHECKPOINTS}/") and name.count("/") > 1
             unfinished = in_folder and _step_of(name) is None
             if name != INDEX and path.suffix != ".new" and not unfinished:
@@ -204,7 +204,7 @@ class _Mirror:
         return found
 
     def _list(self) -> dict[str, int]:
-        """Return the sizes of the files behind the URL."""
+        """Return the sizes of the files at the URL."""
         self._files.invalidate_cache()
         found = self._files.find(self._root, detail=True)
         sizes = {place[len(self._root) :].lstrip("/"): one["size"] for place, one in found.items()}
@@ -212,14 +212,14 @@ class _Mirror:
         return sizes
 
     def _read_index(self) -> dict[str, Any]:
-        """Return the index; if there is none, somebody else has put whole files there."""
+        """Return the index; without one, another program has put complete files there."""
         try:
             return json.loads(self._files.cat_file(f"{self._root}/{INDEX}"))
         except FileNotFoundError:
             return {"id": "", "checkpoints": None}
 
     def _write_index(self, steps: list[int]) -> None:
-        """Say which checkpoints are whole, behind the URL and then here."""
+        """Record the complete checkpoints, at the URL and then here."""
         index = {"id": uuid.uuid4().hex, "checkpoints": steps}
         content = json.dumps(index).encode()
         self._files.pipe_file(f"{self._root}/{INDEX}", content)
@@ -228,7 +228,7 @@ class _Mirror:
 
     @contextlib.contextmanager
     def _one_sentence(self, verb: str) -> Iterator[None]:
-        """Turn what the package of a URL's scheme raises within the context into one OSError."""
+        """Turn errors of the URL's package within the context into one OSError."""
         try:
             yield
         except Exception as error:
@@ -241,7 +241,7 @@ class _Mirror:
 
 
 def _open(url: str) -> tuple[Any, str]:
-    """Return the file system of a URL and the path in it; ValueError if its package lacks."""
+    """Return the file system of a URL and the path in it; ValueError if its package is missing."""
     try:
         fsspec = importlib.import_module("fsspec")
         options = {"auto_mkdir": True} if url.startswith("file://") else {}
@@ -260,6 +260,6 @@ def _step_of(name: str) -> int | None:
 
 
 def _mark(path: Path) -> tuple[int, int]:
-    """Return by what a file's change is seen: its size, and its time in ns."""
+    """Return a file's size and its time in ns, which change with it."""
     found = path.stat()
     return found.st_size, found.st_mtime_ns

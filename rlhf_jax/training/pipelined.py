@@ -1,8 +1,8 @@
-"""Train models as pipelines that run at once: the host starts each task in a schedule's order.
+"""Train models as concurrent pipelines: the host dispatches tasks in a schedule's order.
 
 (RLHFuse, arXiv 2409.13221, section 5.) A stage's programs run on the devices of its own slice, so
 those of different stages overlap. A stage sums gradients in the order of micro-batches whatever the
-schedule, so the sums are the same, bit by bit.
+schedule, so the sums are the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from rlhf_jax.types import Model
 
 @dataclasses.dataclass
 class RunningStage:
-    """Hold what a stage has while its pipeline runs."""
+    """Hold the state of a stage while its pipeline runs."""
 
     stage: Stage
     part: Model
     total: Gradient | None = None
-    # by micro-batch: what the stage was given, and what it reads, until it has gone backward
+    # by micro-batch: the inputs of the stage, until it has gone backward
     kept: dict[int, tuple[jax.Array | None, Any]] = dataclasses.field(default_factory=dict)
-    # by micro-batch: what waits for the stage after this one, and for the one before
+    # by micro-batch: outputs for the stage after this one, and for the one before
     gave: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
     cotangents: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
 
@@ -77,9 +77,9 @@ def sum_pipelined(
     """Return the gradient of each learner's minibatch, as `accumulate` would sum it.
 
     batches: the micro-batches of each learner, of host arrays. schedule: of one pipe for each, in
-    their order. What a neighbour has for a task is sent when the task begins, so a stage never
-    holds more inputs than the schedule's peak. Nothing waits for a device. Micro-batches are noted
-    in `progress` when their loss is on its way, and tasks where it hears them.
+    their order. A neighbour's output for a task is sent when the task begins, so a stage never
+    holds more inputs than the schedule's peak. Nothing waits for a device. Micro-batches are
+    recorded in `progress` when their loss is dispatched, and tasks if it records them.
     """
     pipes = [_begin(*given) for given in zip(learners, models, batches, strict=True)]
     for task in schedule.tasks:
@@ -100,7 +100,7 @@ def sum_pipelined(
         last = place == len(copy.stages) - 1 and copy is copies[-1]
         if task["kind"] == BACKWARD and last:
             metrics = typed(Gradient, copy.stages[place].total).metrics
-            # A copy, for the sum itself is used up by the next.
+            # A copy, for the next call donates the sum itself.
             metric = jnp.copy(next(iter(metrics.values())))
             progress.hand(learner.call, began, metric, batches[task["pipe"]][number])
     found = []
@@ -114,15 +114,15 @@ def sum_pipelined(
 
 
 def measure_stages(learner: Learner, model: Model, batch: PackedSequences) -> StageTimes:
-    """Return the seconds of each stage's tasks of a micro-batch of host arrays.
+    """Return the seconds of each stage's tasks for a micro-batch of host arrays.
 
-    One task runs at a time, several times over, and the shortest counts, in which nothing is
-    compiled. Of several processes the one that has a stage says.
+    One task runs at a time, several times, and the shortest counts, in which nothing is compiled.
+    Of several processes the one with the stage reports.
     """
     seconds: dict[tuple[Stage, bool], float] = {}
 
     def timed(function: Callable, *arguments: Any, **options: Any) -> Any:
-        """Call a stage's program, and wait for it, but not for what it is given."""
+        """Call a stage's program, and wait for it, but not for its inputs."""
         jax.block_until_ready(arguments)
         began = time.perf_counter()
         result = jax.block_until_ready(function(*arguments, **options))
@@ -163,7 +163,7 @@ def _begin(learner: Learner, model: Model, batches: Sequence[PackedSequences]) -
 def _go_forward(
     pipe: list[RunningStage], place: int, number: int, batch: PackedSequences, execute: Execute
 ) -> None:
-    """Give a stage what it reads of a micro-batch; all but the last one compute what they give."""
+    """Run a stage's forward of a micro-batch; the last one only stores its inputs."""
     own = pipe[place]
     layout = own.stage.settings.layout
     needed = place_rows(own.stage.needed(batch), layout)
@@ -205,7 +205,7 @@ def _record_task(
     task: np.void,
     progress: Callable[[PipelineTask, jax.Array], None],
 ) -> None:
-    """Tell of a task that was dispatched, with an array that is there when it is done."""
+    """Record a dispatched task, with an array that is ready when it is done."""
     place = int(task["stage"])
     number = int(task["micro_batch"])
     index = int(task["copy"])
@@ -214,10 +214,10 @@ def _record_task(
     kind = "backward" if task["kind"] == BACKWARD else "forward"
     after = ("backward", place + 1) if kind == "backward" and not last else ("forward", place - 1)
     if kind == "forward":
-        result = own.gave.get(number)  # none of the last stage
+        result = own.gave.get(number)  # the last stage has none
     elif place:
         result = own.cotangents[number]
-    else:  # Nothing goes on; of a sum that the next task uses up, a copy of a small part.
+    else:  # Nothing goes on; a small part is copied, since the next task donates the sum.
         summed = jax.tree.leaves(typed(Gradient, own.total).weights.layers)
         result = jnp.copy(min(summed, key=jnp.size))
     if result is not None:

@@ -1,4 +1,4 @@
-"""From scored samples to the columns that losses read, as the algorithm of a run says."""
+"""From scored samples to the columns that losses read, by the algorithm of a run."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def prepare(
 ) -> tuple[Sequences, dict[str, float]]:
     """Return scored samples with the columns that losses read, and metrics.
 
-    behind: the updates since the weights that drew samples ahead; None of others. Numbers that are
-    not finite are left out of the metrics: the update reports them.
+    behind: the updates since the weights of prefetched samples; None otherwise. Non-finite numbers
+    are dropped from the metrics: the update reports them.
     """
     known = scored.with_columns(kl_weight=np.array(kl_coefficient, np.float32))
     batch, metrics = algorithm_of(config).prepare(known, config)

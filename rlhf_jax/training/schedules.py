@@ -1,4 +1,4 @@
-"""Find the schedule of pipelines that train at once, from what their stages take."""
+"""Find the schedule of concurrent pipelines, from the times of their stages."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from rlhf_jax.training.stages import Stage, backward, copies_of, forward, rows_o
 from rlhf_jax.types import Model, ModelConfig
 
 RUN_TRIES = 100  # of a search, at most
-# Share of the bound at which it ends, as devices may wait for it: with 16 stages and 50
-# micro-batches that takes a third of a second of the CPU, and to the bound two seconds.
+# Gap to the bound at which it ends, as devices may wait for it: with 16 stages and 50 micro-batches
+# that takes a third of a second of the CPU, and to the bound two seconds.
 NEAR = 0.01
 
 
 class FusedSchedule(NamedTuple):
-    """Hold a schedule of pipelines that run at once, and how long they would take in turn."""
+    """Hold a schedule of concurrent pipelines, and their time in turn."""
 
     schedule: Schedule
     serial: float  # one pipeline after the other, each by 1F1B
 
     def metrics(self) -> dict[str, float]:
-        """Return what is predicted: times in seconds, or in 10^9 FLOPs where none were measured.
+        """Return predictions: times in seconds, or in 10^9 FLOPs without measurements.
 
         The peak is of the inputs that the fullest slice keeps, in 10^6 bytes.
         """
@@ -46,7 +46,7 @@ class FusedSchedule(NamedTuple):
 
 
 class PipelineWork(NamedTuple):
-    """Hold what the FLOPs of a pipeline follow from."""
+    """Hold the facts that determine the FLOPs of a pipeline."""
 
     config: ModelConfig
     stages: tuple[Stage, ...]  # of one copy
@@ -62,10 +62,10 @@ def schedule_of(
     batches: Sequence[Sequence[PackedSequences]],
     times: Mapping[str, StageTimes],
 ) -> FusedSchedule:
-    """Return the order in which the stages of all learners do a minibatch's tasks.
+    """Return the order of a minibatch's tasks on the stages of all learners.
 
-    batches: the micro-batches of each learner, taken to be as large as the first. times: by call,
-    as they were measured of another micro-batch; if there are none FLOPs are counted.
+    batches: the micro-batches of each learner, assumed to be as large as the first. times: by call,
+    as measured for another micro-batch; without them FLOPs are counted.
     """
     found = []
     for learner, model, own in zip(learners, models, batches, strict=True):
@@ -84,14 +84,14 @@ def schedule_of(
 
 @functools.lru_cache(maxsize=256)
 def _find_schedule(times: tuple[StageTimes, ...]) -> FusedSchedule:
-    """Return the schedule that a short search finds, with a limit to what is kept."""
+    """Return the schedule from a short search, with a limit on kept inputs."""
     problem = joint_problem(times)
     found = solve(limit_inputs(problem), RUN_TRIES, within=NEAR)
     return FusedSchedule(found, serial_schedule(problem).makespan)
 
 
 def kept_bytes(learner: Learner, config: ModelConfig, batch: PackedSequences) -> float:
-    """Return the bytes of the hidden states of a micro-batch that a stage of a copy is given."""
+    """Return the bytes of a micro-batch's hidden states as input of a stage of a copy."""
     layout = learner.settings.layout
     tokens = np.size(batch.tokens) // layout.extent("data")
     return float(tokens * config.width * layout.dtype.itemsize)
@@ -101,8 +101,8 @@ def kept_bytes(learner: Learner, config: ModelConfig, batch: PackedSequences) ->
 def count_stages(work: PipelineWork, kept: float) -> StageTimes:
     """Return the 10^9 FLOPs of each stage of a micro-batch, in place of seconds.
 
-    kept: bytes of the hidden states that stages are given. The first stage, one in the middle and
-    the last one are traced.
+    kept: bytes of the hidden states between stages. The first stage, one in the middle and the last
+    one are traced.
     """
     count = len(work.stages)
     batch: PackedSequences = jax.tree.unflatten(work.tree, work.leaves)

@@ -24,7 +24,7 @@ AsyncReward = Callable[[str, str, dict[str, Any]], Awaitable[Any]]
 
 LARGEST_ANSWER = 1 << 20  # bytes of a server's answer
 FIRST_PAUSE = 0.5  # seconds before the second try; each later pause is twice as long
-LONGEST_PAUSE = 60.0  # seconds that a server may ask for before the next try
+LONGEST_PAUSE = 60.0  # longest pause that a server may request before the next try
 REQUEST_SECONDS = 60.0  # the longest that one try may take
 MOST_REDIRECTS = 5
 
@@ -38,16 +38,16 @@ Answer:
 
 Write the number and nothing else."""
 
-# What a model writes before its answer ends with one of these.
+# Ends of the text that a model writes before its answer.
 THINKING_ENDS = re.compile(r".*(?:</(?:think|thinking|thought|reasoning)>|\[/THINK\])", re.S | re.I)
 THINKING_BEGINS = re.compile(r"\s*(?:<(?:think|thinking|thought|reasoning)>|\[THINK\])", re.I)
-# The scale of the grades is none: "from 0 (worst) to 10 (best)", "/10", "out of 10".
+# The scale is not a grade: "from 0 (worst) to 10 (best)", "/10", "out of 10".
 SCALE = re.compile(
     r"\b[01](?:\s*\([^)]*\))?\s*(?:to|and|through|-|–|\.\.)\s*10\b(?!\.\d)|(?:/|\bof)\s*10\b(?!\.\d)",
     re.I,
 )
 NUMBER = re.compile(r"(?<!\w)-?\d+(?:[.,]\d+)?")
-# "7 to 8" and "8/9" are no grade.
+# "7 to 8" and "8/9" are not grades.
 RANGE = re.compile(r"\d\s*(?:to|and|[-–/])\s*\d", re.I)
 
 _clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient]
@@ -57,11 +57,10 @@ _clients = weakref.WeakKeyDictionary()
 def http(url: str, *, headers: Mapping[str, str] = {}, retries: int = 3) -> AsyncReward:
     """Make a reward that a server computes.
 
-    It is sent {"prompt", "response", "row"} as JSON, and answers a number, or an object with a
-    "reward" and, if it likes, "numbers" by name that are logged. A try that finds no server, a busy
-    one (429) or one with an error of its own (5xx) is repeated, after the pause that the server
-    asks for (Retry-After). A redirect that keeps the request (307, 308) is followed on the same
-    host.
+    It receives {"prompt", "response", "row"} as JSON, and returns a number, or an object with a
+    "reward" and optionally "numbers" by name to log. A try that finds no server, a busy one (429)
+    or one with an internal error (5xx) is repeated, after the pause that the server requests
+    (Retry-After). A redirect that keeps the request (307, 308) is followed on the same host.
     """
 
     async def reward(prompt: str, response: str, row: dict[str, Any]) -> Any:
@@ -90,7 +89,7 @@ def judge(
     url: of a server with OpenAI's interface, up to and with its /v1. template: has {question},
     {prompt} and {response}. pattern: a regular expression whose last match in the judge's answer,
     its group 1 if it has one, is the grade; without it, `grade_of` reads it. max_tokens: of the
-    judge's thinking and answer. key_variable: the environment variable that holds the server's key.
+    judge's thinking and answer. key_variable: the environment variable with the server's key.
     """
     form = re.compile(pattern) if pattern else None
 
@@ -114,10 +113,10 @@ def judge(
 
 
 def grade_of(text: str, form: re.Pattern[str] | None = None) -> float:
-    """Return the grade, 0 to 10, of a judge's answer: what follows its thinking.
+    """Return the grade, 0 to 10, of a judge's answer, after its thinking.
 
-    It is the last match of a form, else the only number beside the scale, or the one that ends the
-    answer. Raises ValueError if there is none, or nobody can tell which of several it is.
+    It is the last match of a form, else the only number besides the scale, or the one that ends the
+    answer. Raises ValueError if there is none, or if several are ambiguous.
     """
     answer = THINKING_ENDS.sub("", text)
     if THINKING_BEGINS.match(answer):
@@ -134,7 +133,7 @@ def grade_of(text: str, form: re.Pattern[str] | None = None) -> float:
 
 
 def _clear_numbers(answer: str) -> list[str]:
-    """Return the different numbers of an answer; the last one alone where it ends the answer."""
+    """Return the distinct numbers of an answer; only the last one if it ends the answer."""
     if RANGE.search(answer):
         return []
     found = list(NUMBER.finditer(answer))
@@ -144,7 +143,7 @@ def _clear_numbers(answer: str) -> list[str]:
 
 
 async def post_json(url: str, payload: Any, headers: Mapping[str, str], retries: int) -> Any:
-    """Return what a server answers to JSON; raises ValueError, in one sentence, if it fails."""
+    """Return a server's response to JSON; raises ValueError, in one sentence, if it fails."""
     loop = asyncio.get_running_loop()
     if loop not in _clients:
         _clients[loop] = httpx.AsyncClient(timeout=REQUEST_SECONDS)
@@ -190,7 +189,7 @@ async def _post(
 
 
 def _content(url: str, answer: httpx.Response) -> Any:
-    """Return the JSON that a server answered."""
+    """Return the JSON in a server's response."""
     if len(answer.content) > LARGEST_ANSWER:
         raise ValueError(f"{url} answered more than {LARGEST_ANSWER:,} bytes")
     try:
@@ -200,7 +199,7 @@ def _content(url: str, answer: httpx.Response) -> Any:
 
 
 def _retry_after(answer: httpx.Response, otherwise: float) -> float:
-    """Return for how many seconds a server wants to be left alone: RFC 9110, section 10.2.3."""
+    """Return the pause in seconds that a server requests: RFC 9110, section 10.2.3."""
     header = answer.headers.get("retry-after", "").strip()
     if header.isascii() and header.isdigit():
         return float(header)
