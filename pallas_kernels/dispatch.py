@@ -84,21 +84,21 @@ def choose(
         name = "reference"
         if how in ("reference", "interpret"):
             name = how
-            why = "asked for"
+            why = "set in the config"
         elif how == "pallas":
             if missing:
                 raise ValueError(
                     f"kernels.{kernel} is 'pallas', but {missing}; choose 'auto' or 'reference'."
                 )
             name = device.platform
-            why = "asked for"
+            why = "set in the config"
         elif device.platform == "cpu" and kernel == ON_CPU:
             name = "cpu"
             why = "of a long cache it reads the blocks that hold tokens"
         elif missing:
             why = missing
         elif timed is None:
-            why = f"the kernel has not been timed on {device.device_kind}; 'pallas' asks for it"
+            why = f"the kernel has not been timed on {device.device_kind}; 'pallas' selects it"
         else:
             name = device.platform if timed.ratio > 1 else "reference"
             why = (

@@ -61,9 +61,11 @@ def read(path: Path) -> dict[tuple[str, str], Measurement]:
     try:
         rows = json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}); write it by benchmarks.on_gpu.") from error
+        raise ValueError(
+            f"{path} is not JSON ({error}); write it with benchmarks.on_gpu."
+        ) from error
     if not isinstance(rows, list):
-        raise ValueError(f"{path} is no list of measurements; write it by benchmarks.on_gpu.")
+        raise ValueError(f"{path} is not a list of measurements; write it with benchmarks.on_gpu.")
     found = {}
     for row in rows:
         _check(row, path)

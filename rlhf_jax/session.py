@@ -94,11 +94,11 @@ class Session:
         if found is None:
             return None
         if distributed.leads():
-            message = f"Going on from step {found.step}, saved in"
+            message = f"Resuming from step {found.step}, saved in"
             if found.step >= self.spec.config.steps:
-                message = f"All steps are done: raise steps to go on from {found.step}, saved in"
+                message = f"All steps are done: raise steps to resume from {found.step}, saved in"
             place = f"{self.spec.config.workdir}/checkpoints"
-            print(f"{message} {place}; another workdir starts anew.\n")
+            print(f"{message} {place}; another workdir starts a new run.\n")
         host = restored_host_state(self.spec, found.step, found.host)
         return RunState(found.state, host)
 
@@ -163,7 +163,7 @@ class Session:
         self._clock.held_up += time.perf_counter() - began
 
     def observe(self, phase: str, report: RoundReport | PhaseParts | None) -> None:
-        """Record the progress of a phase; stop if a signal asked for it.
+        """Record the progress of a phase; stop after a signal.
 
         It also stops as soon as a save is known to have failed. An update that has begun is
         finished.
@@ -310,7 +310,7 @@ class Session:
         if isinstance(error, Stopped):
             saved = self.save(state)
             note = "nothing is saved, the run began or keeps none"
-            error.add_note("the same command goes on from there" if saved else note)
+            error.add_note("the same command resumes from there" if saved else note)
             return
 
         raised = error
@@ -339,7 +339,7 @@ class Session:
         return f"{name}, {left} programs left" if name and left > 1 else name
 
     def _alive(self) -> None:
-        """Note that the phase goes on, waiting for rewards; stop if a signal asked for it."""
+        """Note that the phase goes on, waiting for rewards; stop after a signal."""
         self._listen(may_stop=True)
         self._beat(self._clock.phase)
 
@@ -374,13 +374,13 @@ def preview(spec: RunSpec) -> str:
     check_alike(spec)
     workdir = spec.config.workdir
     if is_remote(workdir):
-        return f"what lies behind {workdir} was not looked at"
+        return f"the content of {workdir} was not read"
     template = initial_models(spec, source_shapes)
     step = distributed.run_on_leader(lambda: _checkpoints_of(spec).preview(template))
     if not step:
         return f"a run would begin in {workdir}"
     distributed.run_on_leader(lambda: metrics.check(spec.workdir))
-    return f"a run would go on from step {step} in {workdir}"
+    return f"a run would resume from step {step} in {workdir}"
 
 
 def _checkpoints_of(spec: RunSpec) -> Checkpoints:

@@ -69,7 +69,7 @@ def train(
     and a call that takes too long fails, its thread abandoned. A resumed run needs the same
     function, by its source and the plain values of its closure, or by `reward_id`. `prompts` are
     texts, or rows as in a prompt file; they are kept in the workdir. Raises ValueError, OSError or
-    errors of the runtime; Stopped if a signal asked for it.
+    errors of the runtime; Stopped after a signal.
     """
     from rlhf_jax.report.run import read_run
     from rlhf_jax.report.warnings import warnings
@@ -129,7 +129,7 @@ def plan(config: Config) -> None:
     config = copy.deepcopy(config)
     configure_jax(config.deterministic, config.compilation_cache)
     if lacks := missing_inputs(config):
-        print(f"A plan from shapes alone, as {lacks}.")
+        print(f"A plan computed from shapes alone, as {lacks}.")
         planned = plan_run(config, hardware_of(config))
         print_plan(config, planned)
         on_cpu = planned.hardware.platform == "cpu"
@@ -137,7 +137,7 @@ def plan(config: Config) -> None:
         host.check(config, [(on_cpu * planned.hardware.count, planned.parts)], 0, on_cpu)
         if planned.hardware.gigabytes and not on_cpu:
             memory_parts.check(planned.parts, planned.hardware.gigabytes * memory_parts.GIGA)
-        print("Only the memory was checked, which a run checks with all else; nothing was written.")
+        print("Only the memory was checked, as at the start of a run; nothing was written.")
         return
     spec = _open(config)
     found = preview(spec)

@@ -477,7 +477,7 @@ CASES = {
         prepare=content("tokenizer_config.json", b'{"bos_token": 7}'),
     ),
     "chat template that writes nothing": Case(
-        "(8 rendered to no token); give others, or mend the chat template",
+        "(8 rendered to no token); give others, or correct the chat template",
         prepare=template("{% if false %}a{% endif %}"),
     ),
     "chat template is broken": Case("chat template", prepare=template("{% for m in %}")),

@@ -39,7 +39,7 @@ RUN = {
     "generation__max_rows": 4,
     "generation__min_rows": 4,
 }
-AGAIN = "the same command goes on from the last checkpoint."
+AGAIN = "the same command resumes from the last checkpoint."
 KINDS = ("compiling", "generation", "move", "inference", "training", "saving")
 IN_CI = (7,)  # moments
 
@@ -243,7 +243,11 @@ def test_a_library_that_ends_a_process_is_named_with_the_file_of_its_words():
             40,
             {0: "rank 0 itself stood", 1: "rank 1 itself stood still for 40.0"},
         ),
-        (Verdict(unheard=(1,)), 0, {0: "rank 1 is gone", 1: "rank 1 itself was not heard", 2: ""}),
+        (
+            Verdict(unheard=(1,)),
+            0,
+            {0: "rank 1 is gone", 1: "rank 1 itself sent no heartbeat", 2: ""},
+        ),
         (Verdict(closed=True), 0, {1: "rank 0 is gone (the connection has closed)", 2: ""}),
         (Verdict(closed=True), 40, {1: "rank 1 itself stood still", 2: "rank 2 itself stood"}),
         (Verdict(), 0, {1: "rank 0 is gone (no answer within 10 s)", 2: "rank 0 is gone"}),
@@ -294,7 +298,7 @@ def test_ranks_with_other_heartbeats_are_refused(place):
     codes, errors = ranks_of("ranks.py", "unlike", devices=1)
     assert codes == [2, 2], errors
     assert "heartbeat_seconds is 6 on rank 1 and 5 on rank 0: give all the same." in errors[1]
-    assert "Ended with rank 1, whose last words say why." in errors[0]
+    assert "Ended with rank 1, whose last message has the reason." in errors[0]
 
 
 class Proxy:

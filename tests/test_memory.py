@@ -283,7 +283,7 @@ def test_remat_is_settled_by_the_plan(config):
     for asked in ("on", "off"):
         config.training.remat = asked
         again, reason = estimate.settle_remat(config, parts, 1.0)
-        assert again is (asked == "on") and "training.remat asks for it" in reason
+        assert again is (asked == "on") and "training.remat is set" in reason
 
 
 def test_device_memory_is_asked_of_the_config_first(config):

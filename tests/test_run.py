@@ -306,7 +306,7 @@ def test_a_checkpoint_can_be_exported(arguments, tmp_path, one_device, capsys):
     assert "There is no checkpoint of step 1" in capsys.readouterr().err
     left = [(run / f"{name}.jsonl").read_bytes() for name in ("metrics", "evaluations")]
     assert launch["main"](words) == 0
-    assert "All steps are done: raise steps to go on from 3" in capsys.readouterr().out
+    assert "All steps are done: raise steps to resume from 3" in capsys.readouterr().out
     assert [(run / f"{name}.jsonl").read_bytes() for name in ("metrics", "evaluations")] == left
 
 

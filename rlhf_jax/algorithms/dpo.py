@@ -24,7 +24,9 @@ class DPOOptions:
     )
     beta: float = option(0.1, "weight of a nat in the loss", require_positive)
     label_smoothing: float = option(
-        0.0, "share of labels that are taken to be wrong, for cdpo and robust", require_not_negative
+        0.0,
+        "share of labels that are assumed to be wrong, for cdpo and robust",
+        require_not_negative,
     )
     margin: float = option(
         0.5, "by which simpo wants the chosen answer to be ahead", require_not_negative
@@ -40,7 +42,7 @@ def preferred(terms: GroupTerms) -> Share:
     """
     options = terms.settings.options
     signs = terms.column("preference")
-    assert signs is not None, "Pairs say which answer is chosen."
+    assert signs is not None, "Pairs have the column `preference`."
     reference = terms.column("reference_logprobs")
     tokens = terms.per_sequence(jnp.ones_like(terms.scores))
     policy = terms.per_sequence(terms.scores)
@@ -86,7 +88,8 @@ def check(config: Config) -> None:
     )
     require(
         options.label_smoothing < 0.5,
-        f"algorithm.label_smoothing is {options.label_smoothing}; from 0.5 on labels say nothing.",
+        f"algorithm.label_smoothing is {options.label_smoothing}; from 0.5 on labels carry no"
+        " information.",
     )
 
 

@@ -33,7 +33,7 @@ def preferred_reward(terms: GroupTerms) -> Share:
     """
     options = terms.settings.options
     signs = terms.column("preference")
-    assert signs is not None, "Pairs say which answer is chosen."
+    assert signs is not None, "Pairs have the column `preference`."
     rewards = terms.at_end(terms.scores)
     chosen, rejected = (
         terms.per_group(jnp.where(side, rewards, 0.0)) for side in (signs > 0, signs < 0)

@@ -8,8 +8,8 @@ import sys
 
 # By name: its description, and whether it takes seconds to start.
 COMMANDS = {
-    "train": ("do the run that a config describes, or go on with it", True),
-    "plan": ("print what a run needs on devices that need not be here", True),
+    "train": ("train as a config describes, or resume the run", True),
+    "plan": ("print the needs of a run on given devices, which may be absent", True),
     "report": ("write the report of a run as one HTML file", False),
     "compare": ("compare runs: configs, texts, curves", False),
     "chat": ("talk with a trained policy", True),
@@ -49,4 +49,6 @@ def main(argv: list[str] | None = None) -> int:
 def usage() -> str:
     """Return the help of the command."""
     lines = [f"  {name:10}{words}" for name, (words, _) in COMMANDS.items()]
-    return "\n".join(["usage: rlhf-jax COMMAND ...", "", *lines, "", "COMMAND --help says more."])
+    return "\n".join(
+        ["usage: rlhf-jax COMMAND ...", "", *lines, "", "COMMAND --help shows its options."]
+    )

@@ -2,8 +2,8 @@
 
     rlhf-jax chat runs/quickstart [--system "Be brief."] [--say "A question"]
 
-Without --say it asks for one message after the other, and remembers all of them; an empty line ends
-it. What is remembered of the conversation ends where the model's context does.
+Without --say it reads one message after the other; an empty line ends it. The conversation may be as
+long as the model's context.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv[1:])
     name = "drafter" if options.drafter else "policy"
     if is_remote(options.workdir) and options.out is None:
-        raise ValueError(f"{options.workdir} is a URL: say where to write by --out FOLDER.")
+        raise ValueError(f"{options.workdir} is a URL: give the output folder by --out FOLDER.")
     workdir = fetched(options.workdir, checkpoints=True)
     out = export(workdir, options.step, options.out, name, options.dtype)
     print(f"The {name} is in {out}.")

@@ -6,13 +6,12 @@
     rlhf-jax plan CONFIG --devices gpu:8:h100 --lengths lognormal:900:1.3:16384
 
 Neither weights nor prompts are read: shapes come from a config.json, or from a table of published
-models by their names. Seconds are by formula, call by call, for responses of full length. A search
-compares the config's plan and the presets with the best plan of calls that there is, and proves it;
-it also says what changes if a chip's usual shares are others. Beside plan.json it draws plan.svg.
-With --verify the programs of the plan that was found, or else of the config's, are compiled for the
-devices that are named: their memory, FLOPs and bytes that chips receive stand beside the formulas'.
-With --lengths a stage of generation is simulated, to say what moving samples between slices is
-worth.
+models by name. Seconds are by formula, call by call, for responses of full length. A search compares
+the config's plan and the presets with the best possible plan of calls, and proves it; it also shows
+the effect of other efficiencies of the chip. It writes plan.svg next to plan.json. With --verify the
+programs of the found plan, or else of the config's, are compiled for the named devices: their
+memory, FLOPs and received bytes are printed next to the formulas'. With --lengths a stage of
+generation is simulated, to measure the gain of moving samples between slices.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
         "--lengths",
         nargs="?",
         const=LENGTHS_TABLE,
-        help="say what moves are worth: for chats, or a CSV of percentiles, or"
+        help="simulate the gain of moves: for chats, or a CSV of percentiles, or"
         " lognormal:MEDIAN:SIGMA:MOST",
     )
     parser.add_argument(
@@ -124,11 +123,13 @@ def _hardware(options: argparse.Namespace) -> Hardware:
     if options.verify:
         topology_devices(hardware)
     if options.out and not (options.search and options.out.endswith(".json")):
-        raise ValueError(f"--out {options.out} is for what --search finds, in a file NAME.json.")
+        raise ValueError(
+            f"--out {options.out} is for the plan that --search finds, in a file NAME.json."
+        )
     if options.out and not Path(options.out).absolute().parent.is_dir():
-        raise ValueError(f"--out {options.out} is in a folder that is not there: make it first.")
+        raise ValueError(f"--out {options.out} is in a missing folder: make it first.")
     if options.lag and not options.search:
-        raise ValueError("--lag 1 is for what is searched; add --search.")
+        raise ValueError("--lag 1 applies to a search; add --search.")
     return hardware
 
 

@@ -1,11 +1,11 @@
-"""Do the run that a config describes, or go on with it from its last checkpoint.
+"""Train as a config describes, or resume the run from its last checkpoint.
 
     rlhf-jax train CONFIG[:ARGUMENT] [--config.any.key=value ...]
     rlhf-jax train --model DIR --prompts FILE --reward FILE.py:function [--config...]
 
 CONFIG is a Python file or the name of a config that comes with the package: {names}.
-`rlhf-jax config` prints the keys. Several processes are told --coordinator HOST:PORT
---processes N --process I, or --processes auto where the cluster knows. --profile 5:7 writes a
+`rlhf-jax config` prints the keys. Several processes need --coordinator HOST:PORT
+--processes N --process I, or --processes auto on a cluster that provides these. --profile 5:7 writes a
 profile of those steps.
 """
 
@@ -53,15 +53,15 @@ def main(argv: list[str]) -> int:
             if distributed.started() and "RESOURCE_EXHAUSTED" not in reason:
                 guard().await_verdict()
                 message = (
-                    f"the processes cannot go on together ({reason}); where one has ended its own"
-                    " words say why, and the same command goes on from the last checkpoint."
+                    f"the processes cannot go on together ({reason}); if one has ended, its"
+                    " message has the reason, and the same command resumes from the last checkpoint."
                 )
         # further errors on the way out follow it
         *firsts, last = dict.fromkeys([message, *getattr(error, "__notes__", ())])
         message = "; also: ".join([*(each.removesuffix(".") for each in firsts), last])
         return joining.leave(1 if of_device else 2, f"error: {message}", place)
     except KeyboardInterrupt:
-        message = "error: stopped by the keyboard; what was written stays in the workdir."
+        message = "error: stopped by the keyboard; the files in the workdir stay."
         return joining.leave(130, message, place)
     return joining.leave(0, "", place)
 

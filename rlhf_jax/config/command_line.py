@@ -29,8 +29,8 @@ RENAMED = {
 USAGE = "rlhf-jax train CONFIG[:ARGUMENT] --config.any.key=value"
 BEGIN = (
     "begin with rlhf-jax train quickstart, where a small model learns to write JSON in minutes, or"
-    " with rlhf-jax train --model DIR --prompts FILE.jsonl --reward FILE.py:function; --help says"
-    " more."
+    " with rlhf-jax train --model DIR --prompts FILE.jsonl --reward FILE.py:function; see also"
+    " --help."
 )
 # Short flags by the key that each sets; a run without a config needs the first three.
 NAMED_FLAGS = {
@@ -105,7 +105,7 @@ def place(argv: list[str]) -> tuple[Place, list[str]]:
         or not 0 <= int(numbers[1]) < int(numbers[0])
     ):
         raise ValueError(
-            "Several processes are told --coordinator HOST:PORT --processes N --process I, with I"
+            "Several processes need --coordinator HOST:PORT --processes N --process I, with I"
             " from 0 to N - 1, or --processes auto."
         )
     return Place(found["--coordinator"], *map(int, numbers)), rest
@@ -183,7 +183,7 @@ def _split(arguments: list[str]) -> tuple[str, dict[str, str], list[str]]:
         if flag in ("--config", "-config") or flag in NAMED_FLAGS:
             value = value if equals else next(words, "")
             if not value:
-                raise ValueError(f"{flag} wants a value (usage: {USAGE}).")
+                raise ValueError(f"{flag} needs a value (usage: {USAGE}).")
             if flag in NAMED_FLAGS:
                 named[flag] = value
             else:

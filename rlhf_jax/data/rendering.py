@@ -126,7 +126,7 @@ def _answers(process: subprocess.Popen, sent: bytes) -> Iterator[bytes]:
         if process.stdin.fileno() in ready:
             try:
                 unsent = unsent[process.stdin.write(unsent[:PIECE]) or 0 :]
-            except BrokenPipeError:  # its end is told by its output
+            except BrokenPipeError:  # its end shows in its output
                 unsent = unsent[:0]
             if not unsent:
                 poll.unregister(process.stdin)

@@ -106,7 +106,7 @@ def _content(place: str) -> bytes:
     if not is_remote(place):
         path = pathlib.Path(place).expanduser()
         if path.exists() and not path.is_file():
-            raise ValueError(f"Prompt file {path} is no file but a folder, a pipe or a device.")
+            raise ValueError(f"Prompt file {path} is not a file but a folder, a pipe or a device.")
         if not path.exists():
             raise FileNotFoundError(
                 f"Prompt file {path} does not exist; give the path of a .jsonl or .parquet file."

@@ -138,14 +138,14 @@ def _check(
             raise ValueError(
                 f"A prompt of {length} tokens with up to {request.max_new_tokens} new"
                 f" ones does not fit the cache of {decoding.max_length} slots; shorten the prompt,"
-                " ask for fewer tokens or raise the slots."
+                " lower the number of new tokens or raise the slots."
             )
         latest = max(request.earlier, default=-1)
         if decoding.rule.depends_on_drafts and min(request.sample_ids, default=0) <= latest:
             raise ValueError(
                 f"Under acceptance {decoding.acceptance!r} no draft may stem from the noise that"
                 f" accepts it, and sample {min(request.sample_ids)} may draft from the text of"
-                f" sample {latest}; ask for ids beyond those of all earlier texts, as `requests`"
+                f" sample {latest}; use ids beyond those of all earlier texts, as `requests`"
                 " does."
             )
     if group.several and not group.name:

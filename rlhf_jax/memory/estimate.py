@@ -110,10 +110,10 @@ def settle_remat(config: Config, without: list[Part], limit: float | None) -> tu
     _, needed = peak(without)
     if setting != "auto":
         again = setting == "on"
-        why = "training.remat asks for it"
+        why = "training.remat is set"
     elif limit is None:
         again = True
-        why = "the device does not say how much memory it has"
+        why = "the device does not report its memory"
     else:
         again = needed > ROOM * limit
         why = f"to keep them takes {needed / GIGA:.1f} of {limit / GIGA:.1f} GB"
@@ -194,9 +194,9 @@ def _generation(run: PlannedRun) -> list[Part]:
     later = policy_rows + run.rows((state.draft, state.history, prompts)) + work.bytes
     layer = max(0, run.gathered(models.policy) - later)
     return [
-        Part("one layer on its way", "generation", layer, SPLIT_TENSORS),
+        Part("one layer in transfer", "generation", layer, SPLIT_TENSORS),
         Part("policy, for generation", "generation", weights(models.policy), SPLIT_TENSORS),
-        Part("models that score beside it", "generation", scorers, without),
+        Part("models that score meanwhile", "generation", scorers, without),
         Part("student, for generation", "generation", student, SPLIT_TENSORS),
         Part("key-value cache of the policy", "generation", policy_rows, FEWER_LIVE),
         Part("key-value cache of the drafter", "generation", run.rows(state.draft), FEWER_LIVE),

@@ -47,7 +47,7 @@ def plan_of(
     if config.training.pipelined:
         raise ValueError(
             f"training.pipelined is for config.mesh, and plan is {config.plan!r}: set plan to '',"
-            " or to a file that says pipelined of its calls, and then training.pipelined to False."
+            " or to a file that sets pipelined for its calls, and then training.pipelined to False."
         )
     if config.plan in PRESETS:
         return Plan(num_devices, PRESETS[config.plan](base, calls))

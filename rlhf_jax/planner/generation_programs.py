@@ -40,7 +40,7 @@ COMPILED_LAYERS = (2, 3)
 # fourth, and 1.2 MB in the fifth.
 PREFILL_LAYERS = (3, 4)
 # Resident parts of generation that are not inputs of a round.
-RESIDENT_IN_ROUNDS = ("models that score beside it", "student, for generation", "prefilled prompts")
+RESIDENT_IN_ROUNDS = ("models that score meanwhile", "student, for generation", "prefilled prompts")
 # The same for prefill, for the catch-up of a draft cache, and for drafts.
 CACHES = ("key-value cache of the policy", "key-value cache of the drafter", "earlier responses")
 RESIDENT_IN_PREFILL = (RESIDENT_IN_ROUNDS[0], *CACHES)

@@ -116,7 +116,7 @@ def parse_hardware(text: str) -> Hardware:
         if kind == "cpu" and not model:
             return Hardware("cpu", "cpu", count, 0.0)
     raise ValueError(
-        f"There are no devices {text!r}: say {EXAMPLES}; TPUs are {', '.join(TPUS)}, GPUs"
+        f"There are no devices {text!r}: give {EXAMPLES}; TPUs are {', '.join(TPUS)}, GPUs"
         f" {', '.join(GPUS)}."
     )
 

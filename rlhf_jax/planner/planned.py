@@ -72,7 +72,7 @@ def missing_inputs(config: Config) -> str:
     shape = (sizes.slices, sizes.data, sizes.fsdp, sizes.tensor)
     here = count_devices()
     if -1 not in shape and math.prod(shape) != here:
-        return f"the config asks for {math.prod(shape)} devices, and here are {here}"
+        return f"the config needs {math.prod(shape)} devices, and {here} are here"
     paths = (config.model.path, config.drafter.path, config.critic.path, *config.reward.models)
     missing = [
         path

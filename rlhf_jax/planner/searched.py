@@ -76,7 +76,7 @@ def search_plans(config: Config, planned: Planned, lag: int = 0) -> Searched:
     hardware = planned.hardware
     if hardware.chip is None:
         raise ValueError(
-            f"Nothing says how fast {hardware} are: name devices such as v5p:4x4x4 or gpu:8x8:h100."
+            f"The speed of {hardware} is unknown: name devices such as v5p:4x4x4 or gpu:8x8:h100."
         )
     validation.check_batches(config)
     lag = max(lag, config.training.lag)

@@ -181,7 +181,7 @@ def compile_figures(lowered: Lowered, flops: float) -> CompilerFigures:
         seconds = time.perf_counter() - began
         return CompilerFigures(0.0, 0.0, 0.0, 0.0, flops, seconds, refusal=message)
     sizes = compiled.memory_analysis()
-    assert sizes is not None, "A compiler says how much memory a program needs."
+    assert sizes is not None, "A compiler reports a program's memory."
     return CompilerFigures(
         arguments=sizes.argument_size_in_bytes,
         results=sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
@@ -206,10 +206,10 @@ def print_verified(verified: VerifiedPlan) -> None:
         work.append((program.call, _pair(program, compiled.flops, predicted.flops, 1e15)))
         sent.append((program.call, _pair(program, compiled.received, predicted.received, GIGA)))
     notes = [
-        f"in all: with what is there beside the program; a chip has {verified.limit / GIGA:g} GB",
+        f"in all: with resident arrays; a chip has {verified.limit / GIGA:g} GB",
         "each program once; those of generation from a few layers",
         f"{verified.compiled} programs compiled and {verified.kept} known, in"
-        f" {verified.seconds:.0f} s; no chip was asked",
+        f" {verified.seconds:.0f} s; no chip was used",
     ]
     if verified.hardware.platform == "gpu" and not jax_internals.cudnn_version():
         notes.append(

@@ -55,7 +55,7 @@ def rows_of_worth(config: Config, planned: Planned, lengths: Percentiles) -> lis
             found.setdefault(name, []).append(outcome)
         bounds.append(lower_bound(machine, total, slices, prompt))
     lines = [_line(name, outcomes) for name, outcomes in found.items()]
-    lines.append(f"{np.mean(bounds):8.1f} s  no placement can beat")
+    lines.append(f"{np.mean(bounds):8.1f} s  lower bound of any placement")
     about = f"a stage of {derived.samples(config):,} responses over {slices} slices"
     cut = float(np.interp(limit, lengths.tokens, lengths.percentiles))
     ended = f"{100 - cut:.2g}% of them cut off at {limit:,.0f} tokens" if cut < 100 else "none cut"

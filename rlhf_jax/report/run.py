@@ -144,7 +144,7 @@ def _document(path: pathlib.Path) -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:
         raise ValueError(
-            f"{path} is not JSON ({error}); take it away, and the report does without."
+            f"{path} is not JSON ({error}); remove it, and the report is made without it."
         ) from None
 
 
@@ -176,7 +176,7 @@ def _rows(path: pathlib.Path) -> Iterator[Row]:
                 row = None
             if not isinstance(row, dict) or not _finite(row.get("step")):
                 raise ValueError(
-                    f"{path}, line {number}, is no JSON object with a step; take the line away."
+                    f"{path}, line {number}, is no JSON object with a step; remove the line."
                 )
             yield row
 
@@ -209,7 +209,7 @@ def _strategies(path: pathlib.Path) -> list[Row]:
     for row in _rows(path):
         if missing := [name for name in SUMMED_BY if name not in row]:
             raise ValueError(
-                f"{path}: a line of step {row['step']} lacks {missing[0]}; take the line away."
+                f"{path}: a line of step {row['step']} lacks {missing[0]}; remove the line."
             )
         names = {name: row[name] for name in SUMMED_BY}
         known = sums.setdefault(tuple(names.values()), names)
@@ -255,5 +255,5 @@ def _read_trace(path: pathlib.Path) -> Trace:
         )
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} is no trace ({error!r}); take it away, and the report does without."
+            f"{path} is no trace ({error!r}); remove it, and the report is made without it."
         ) from None

@@ -72,7 +72,7 @@ def _unlikely(run: RunRecord) -> Iterator[str]:
         yield (
             f"A token of an answer costs the reference {reading(now)} nats, and cost it"
             f" {reading(first)} at first: the answers become unlikely language, so look at the"
-            " samples; the reward may not ask for sense."
+            " samples; the reward may not require sense."
         )
 
 
@@ -162,7 +162,7 @@ def _falling(run: RunRecord) -> Iterator[str]:
             if last < first - FALLEN * max(1.0, abs(first)):
                 yield (
                     f"Held-out {key.removeprefix('eval/')} fell from {reading(first)} to"
-                    f" {reading(last)} while the policy learned: the reward does not ask for it."
+                    f" {reading(last)} while the policy learned: the reward does not measure it."
                 )
 
 
@@ -264,7 +264,7 @@ def _never_measured(run: RunRecord) -> Iterator[str]:
     for setting, key in waited.items():
         rows = run.evaluations if key.startswith("eval/") else run.metrics
         if key and rows and not any(key in row for row in rows):
-            yield f"{setting} waits for {key}, which was never measured: mend the name."
+            yield f"{setting} waits for {key}, which was never measured: correct the name."
 
 
 def _recent(run: RunRecord, key: str) -> float:

@@ -53,7 +53,7 @@ def offer(function: Reward, identity: str = "") -> str:
             source = inspect.getsource(function)
         except (OSError, TypeError) as error:
             raise ValueError(
-                "The source of the reward cannot be read, so that a run that goes on could not tell"
+                "The source of the reward cannot be read, so that a resumed run could not know"
                 " whether it is the same: give reward_id= a text that names it."
             ) from error
         closure = inspect.getclosurevars(function).nonlocals

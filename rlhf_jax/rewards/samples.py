@@ -90,7 +90,7 @@ def compute_rewards(
         raise ValueError(
             f"The reward failed on {len(failed)} of {len(responses)} responses, more than"
             f" reward.max_failed = {rewards.max_failed:g} of them (the first: {first}): raise that,"
-            " or mend the reward and go on with checkpoint.allow_changes=True."
+            " or correct the reward and resume with checkpoint.allow_changes=True."
         )
     values = scores.values.copy()
     values[failed] = np.nan if rewards.failed is None else rewards.failed

@@ -224,7 +224,7 @@ class Workers:
             pass  # a dead child is noticed when its result is read
         except ValueError as error:
             del child.deadlines[number]
-            reason = f"could not be asked ({str(error).rstrip('.')})"
+            reason = f"could not be reached ({str(error).rstrip('.')})"
             self._note(number, [reason] * len(responses))
 
     def _receive(self, child: Child) -> None:

@@ -64,7 +64,7 @@ def signer() -> Signer:
     secret = signing.read_secret()
     if secret is None and count() > 1:
         raise ValueError(
-            "Several processes sign what they tell each other: give all of them the same"
+            "The messages between processes are signed: give all of them the same"
             f" {signing.KEY}, of openssl rand -hex 32, or {signing.KEY_FILE} (launch/*.sh do)."
         )
     first = Signer(secret or secrets.token_bytes(32), rank())
@@ -78,7 +78,7 @@ def signer() -> Signer:
     if others or len(fresh) != count() or fresh[rank()] != own:
         who = f"ranks {others}" if others else f"rank {LEADER}"
         raise ValueError(
-            f"{who} did not show the key that rank {rank()} has: give all processes of the run the"
+            f"{who} does not have the key of rank {rank()} has: give all processes of the run the"
             f" same {signing.KEY} or {signing.KEY_FILE}."
         )
     return Signer(hmac.digest(first.key, b"".join(fresh), "sha256"), rank())

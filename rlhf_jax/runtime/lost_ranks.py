@@ -29,7 +29,7 @@ LINGER = 2.0  # seconds that the service outlives its rank's message, for all to
 IDLE = 0.5  # share of a standstill in which processors may have worked
 STANDSTILL = 0.5  # share of the heartbeat: after a longer absence, others are not lost
 LEFT = "the rank that has left"
-AGAIN = "the same command goes on from the last checkpoint."
+AGAIN = "the same command resumes from the last checkpoint."
 
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
@@ -109,7 +109,9 @@ class Guard:
             left = distributed.read_published(LEFT, list)
             if left and left[0] != rank and not self._once.locked():
                 if self._code is None and rank == lowest_but(left[:1], distributed.count()):
-                    write_to_stderr(f"Ended with rank {left[0]}, whose last words say why.")
+                    write_to_stderr(
+                        f"Ended with rank {left[0]}, whose last message has the reason."
+                    )
                 self.discard_log()
                 os._exit(left[1] if self._code is None else self._code)
 
@@ -181,7 +183,7 @@ def sentence(
     # If rank 0, with the service, was away, it missed the ranks that it then takes for lost.
     own = was_away and (not verdict.unheard or rank == distributed.LEADER)
     if own or rank in verdict.unheard:
-        how = f"stood still for {format_duration(stood_still)}" if was_away else "was not heard"
+        how = f"stood still for {format_duration(stood_still)}" if was_away else "sent no heartbeat"
         return (
             f"rank {rank} itself {how}, too long for heartbeat_seconds = {heartbeat}, and the"
             " others have ended: was it stopped, did its host sleep, was the network cut?"
@@ -203,7 +205,9 @@ def _of_others(
     if not verdict.unheard:
         how = "the connection has closed" if verdict.closed else f"no answer within {heartbeat} s"
     files = ", ".join(str(file_of(rank)) for rank in lost)
-    return f"{who} gone ({how}): look at the last words there, at the host, and in {files}; {AGAIN}"
+    return (
+        f"{who} gone ({how}): look at the last messages there, at the host, and in {files}; {AGAIN}"
+    )
 
 
 def lowest_but(lost: Iterable[int], size: int) -> int:

@@ -244,7 +244,7 @@ def describe_error(error: Exception) -> RemoteError:
 def rebuild_error(remote: RemoteError) -> Exception:
     """Return the error from another process's message."""
     if remote.kind not in _ERRORS:
-        raise ValueError(f"Another process told of an error of the unknown kind {remote.kind!r}.")
+        raise ValueError(f"Another process sent an error of the unknown kind {remote.kind!r}.")
     error = _ERRORS[remote.kind](*remote.arguments)
     for note in remote.notes:
         error.add_note(note)

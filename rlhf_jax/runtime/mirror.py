@@ -235,7 +235,7 @@ class _Mirror:
             kept = ""
             if verb == "written":
                 kept = (
-                    f"; what was done here is in {self._folder}: the same command goes on from it"
+                    f"; what was done here is in {self._folder}: the same command resumes from it"
                 )
             raise OSError(f"{self._url} cannot be {verb} ({one_line(error)}){kept}.") from error
 

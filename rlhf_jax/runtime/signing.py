@@ -61,7 +61,7 @@ class Signer:
         if sender not in (None, by):
             raise ForgedWord(f"it is signed by rank {by}")
         if number < self.newest.get((name, by), 0):
-            raise ForgedWord("it is an old word that was laid again")
+            raise ForgedWord("it is an old message that was published again")
         self.newest[name, by] = number
         if len(self.newest) > MOST_NAMES:
             self.newest.popitem(last=False)

@@ -32,19 +32,19 @@ COLUMNS = {
     # from scoring models
     "logprobs": Column("token", "float32", f"log p by the policy before the update, {_NATS}"),
     "reference_logprobs": Column("token", "float32", f"log p by the reference, {_NATS}"),
-    "values": Column("token", "float32", "what the critic expected before the token"),
+    "values": Column("token", "float32", "the critic's expectation before the token"),
     # from rewards and advantages
     "rewards": Column(
         "sequence", "float32", "the rewards of whole samples; NaN where there is none"
     ),
     "ended": Column("sequence", "bool", "whether a response has an end, and was not cut off"),
-    "kl_weight": Column("batch", "float32", f"the price of the KL divergence, a unit {_NATS}"),
+    "kl_weight": Column("batch", "float32", f"the penalty of the KL divergence, a unit {_NATS}"),
     "preference": Column(
         "sequence", "float32", "1 of a chosen sequence, -1 of a rejected one, 0 of neither"
     ),
-    "kl_baseline": Column("batch", "float32", f"what a gain is measured from, {_NATS}"),
-    "advantages": Column("token", "float32", "how much better than expected the token was"),
-    "returns": Column("token", "float32", "what the critic is to predict before the token"),
+    "kl_baseline": Column("batch", "float32", f"the baseline of gains, {_NATS}"),
+    "advantages": Column("token", "float32", "the advantage of the token"),
+    "returns": Column("token", "float32", "the critic's target before the token"),
     # of a minibatch, for its micro-batches
     "weights": Column("token", "float32", "of each token's loss in the minibatch's"),
     "total_tokens": Column("batch", "float32", "tokens of the minibatch, which means are over"),
@@ -71,7 +71,7 @@ def declaration(name: str) -> Column:
     if name in COLUMNS:
         return COLUMNS[name]
     if name.endswith(("_logprobs", "_values")):
-        return Column("token", "float32", "what a further model says of the token")
+        return Column("token", "float32", "a further model's score of the token")
     raise ValueError(f"There is no column {name!r}; declare it in COLUMNS.")
 
 

@@ -59,8 +59,7 @@ def _check_template_arguments(config: Config) -> None:
     arguments = config.data.template_arguments.to_dict()
     taken = [name for name in OWN_ARGUMENTS if name in arguments]
     require(
-        not taken,
-        f"data.template_arguments has {', '.join(taken)}, which is the run's own to give.",
+        not taken, f"data.template_arguments has {', '.join(taken)}, which the run sets itself."
     )
     for name in ("tools", "documents"):
         given = arguments.get(name)

@@ -104,7 +104,7 @@ def learning_rows(spec: RunSpec) -> list[tuple[str, str]]:
     rate = config.training.learning_rate
     weights = count_weights(spec.policy.config)
     usual = algorithm_of(config).learning_rate(weights)
-    why = f"as usual for {weights / 1e6:,.0f} million weights" if rate == usual else "as asked for"
+    why = f"as usual for {weights / 1e6:,.0f} million weights" if rate == usual else "as configured"
     falls = {"constant": "", "linear": ", falling linearly", "cosine": ", falling as a cosine"}
     return [("learns at", f"{rate:.2g}{falls[config.training.schedule]}, {why}")]
 

@@ -13,7 +13,7 @@ OWN_MEASURES = ("reward", "finished", "distinct_pairs", "generation/tokens_per_r
 
 
 def check_rewards(config: Config) -> None:
-    """Check that rewards can be computed, weighed and told apart."""
+    """Check that rewards can be computed, weighed and distinguished."""
     reward = config.reward
     terms = len(reward.functions) + len(reward.models)
     require(

@@ -172,10 +172,7 @@ def validate_student(config: Config, policy: ModelConfig, path: ModelConfig | No
 
 def _check_run(config: Config) -> None:
     """Check the workdir, the number of steps and the numerics of a run."""
-    require(
-        bool(config.workdir),
-        "workdir is empty; name the folder in which all of the run shall live.",
-    )
+    require(bool(config.workdir), "workdir is empty; name a folder for all files of the run.")
     mirror.require(config.workdir)
     require_positive(config, "steps", "checkpoint.keep")
     require(

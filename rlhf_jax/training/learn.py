@@ -352,7 +352,7 @@ def _means(
                 f"{name} is {float(metrics[name])} in minibatch {index + 1} of update"
                 f" {step}{_not_finite(batch)}; its step was not taken, and"
                 f" training.max_skipped is {max_skipped}: look for a reward out of scale, or lower"
-                " the learning rate and go on with checkpoint.allow_changes=True.",
+                " the learning rate and resume with checkpoint.allow_changes=True.",
                 batch,
                 models,
             )

@@ -153,7 +153,7 @@ def survival(known: LengthForecasts, references: References) -> np.ndarray:
     distance of each length to the mean of the references.
     """
     belief = known.belief(references.source)
-    assert belief is not None, "A source that has not proved itself says nothing."
+    assert belief is not None, "Only a source with a belief is used."
     curves = _survival(length_model.survival(known.lengths), references, belief)
     counts = known.parts[ALL_SOURCES.index(references.source)] + _RIGHT_AT_FIRST / _PARTS
     came_true = np.append(0.0, counts.cumsum() / counts.sum())

@@ -153,7 +153,7 @@ async def post_json(url: str, payload: Any, headers: Mapping[str, str], retries:
         try:
             answer = await _post(_clients[loop], url, payload, headers)
         except httpx.TransportError as error:
-            why = f"could not be asked ({type(error).__name__}: {error})"
+            why = f"could not be reached ({type(error).__name__}: {error})"
         else:
             if answer.is_success:
                 return _content(url, answer)
@@ -164,7 +164,7 @@ async def post_json(url: str, payload: Any, headers: Mapping[str, str], retries:
                 break
             pause = _retry_after(answer, pause)
             if pause > LONGEST_PAUSE:
-                why = f"answered {answer.status_code} and wants {pause:.0f} s of pause"
+                why = f"answered {answer.status_code} and requests {pause:.0f} s of pause"
                 break
         if tries < retries:
             await asyncio.sleep(pause)

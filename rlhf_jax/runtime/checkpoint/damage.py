@@ -47,7 +47,7 @@ def reading(path: Path) -> Iterator[None]:
             raise Damaged(f"{path.name} cannot be read, {reason(error)}") from error
         raise OSError(
             f"{path} cannot be read ({reason(error)}); the checkpoint stays as it is:"
-            " give the same command again, or move it away to go on from the one before it."
+            " repeat the command, or move it away to resume from the one before it."
         ) from error
 
 

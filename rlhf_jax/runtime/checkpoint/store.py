@@ -275,10 +275,10 @@ class Checkpoints:
                 self._manager.reload()
             unsaved = f"The checkpoint of step {self._saving} could not be saved in {self._folder}"
             if distributed.is_of_device(root(error)):
-                root(error).add_note(f"{unsaved}; those before it are whole.")
+                root(error).add_note(f"{unsaved}; those before it are valid.")
                 raise root(error) from None
             raise Unsaved(
-                f"{unsaved} ({reason(error)}); those before it are whole: make room and give the"
+                f"{unsaved} ({reason(error)}); those before it are valid: make room and give the"
                 " same command again."
             ) from error
 
@@ -323,8 +323,7 @@ def _require_none(folder: Path) -> None:
     """Raise ValueError if a folder has checkpoints, none of which is valid."""
     if any(name.isdigit() or name.startswith(DAMAGED) for name in names(folder)):
         raise ValueError(
-            f"No checkpoint in {folder} is whole: bring one back from a copy, or name another"
-            " workdir."
+            f"No checkpoint in {folder} is valid: restore one from a copy, or name another workdir."
         )
 
 
