@@ -2,8 +2,8 @@
 
     rlhf-jax chat runs/quickstart [--system "Be brief."] [--say "A question"]
 
-Without --say it reads one message after the other; an empty line ends it. The conversation may be as
-long as the model's context.
+Without --say it reads one message after the other; an empty line ends it. The conversation may be
+as long as the model's context.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Print what a run needs on devices that need not be here: memory, tokens, predicted seconds.
+"""Print the needs of a run on devices that may be absent: memory, tokens, predicted seconds.
 
     rlhf-jax plan CONFIG --devices v5p:2x2x1 [--config.any.key=value ...]
     rlhf-jax plan CONFIG --devices v5p:4x4x4 --search --verify --out plan.json
@@ -6,10 +6,10 @@
     rlhf-jax plan CONFIG --devices gpu:8:h100 --lengths lognormal:900:1.3:16384
 
 Neither weights nor prompts are read: shapes come from a config.json, or from a table of published
-models by name. Seconds are by formula, call by call, for responses of full length. A search compares
-the config's plan and the presets with the best possible plan of calls, and proves it; it also shows
-the effect of other efficiencies of the chip. It writes plan.svg next to plan.json. With --verify the
-programs of the found plan, or else of the config's, are compiled for the named devices: their
+models by name. Seconds are by formula, call by call, for responses of full length. A search
+compares the config's plan and the presets with the best possible plan of calls, and proves it; it
+also shows the effect of other efficiencies of the chip. It writes plan.svg next to plan.json. With
+--verify the programs of the found plan, or else of the config's, are compiled for the named devices: their
 memory, FLOPs and received bytes are printed next to the formulas'. With --lengths a stage of
 generation is simulated, to measure the gain of moving samples between slices.
 """

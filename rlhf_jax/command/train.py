@@ -5,8 +5,8 @@
 
 CONFIG is a Python file or the name of a config that comes with the package: {names}.
 `rlhf-jax config` prints the keys. Several processes need --coordinator HOST:PORT
---processes N --process I, or --processes auto on a cluster that provides these. --profile 5:7 writes a
-profile of those steps.
+--processes N --process I, or --processes auto on a cluster that provides these. --profile 5:7
+writes a profile of those steps.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def main(argv: list[str]) -> int:
             if distributed.started() and "RESOURCE_EXHAUSTED" not in reason:
                 guard().await_verdict()
                 message = (
-                    f"the processes cannot go on together ({reason}); if one has ended, its"
-                    " message has the reason, and the same command resumes from the last checkpoint."
+                    f"the processes cannot go on together ({reason}); if one has ended, its message"
+                    " has the reason, and the same command resumes from the last checkpoint."
                 )
         # further errors on the way out follow it
         *firsts, last = dict.fromkeys([message, *getattr(error, "__notes__", ())])
