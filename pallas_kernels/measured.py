@@ -66,14 +66,14 @@ def read(path: Path) -> dict[tuple[str, str], Measurement]:
         ) from error
     if not isinstance(rows, list):
         raise ValueError(f"{path} is not a list of measurements; write it with benchmarks.on_gpu.")
-    found = {}
+    measurements = {}
     for row in rows:
         _check(row, path)
         measurement = Measurement(**row)
-        found[measurement.kernel, measurement.device_kind] = measurement
-    if len(found) < len(rows):
+        measurements[measurement.kernel, measurement.device_kind] = measurement
+    if len(measurements) < len(rows):
         raise ValueError(f"{path} has two measurements of one kernel and device; leave one.")
-    return found
+    return measurements
 
 
 def as_text(measurements: Mapping[tuple[str, str], Measurement]) -> str:

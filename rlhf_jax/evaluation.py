@@ -114,11 +114,11 @@ def _means(scores: Mapping[str, Scores]) -> dict[str, float]:
     A measure without failures has no such count.
     """
     means = {}
-    for name, found in scores.items():
-        failed = int(np.isnan(found.values).sum())
-        if failed < len(found.values):
-            means[f"eval/{name}"] = float(np.nanmean(found.values, dtype=float))
-        means |= {f"eval/{name}/{key}": one for key, one in means_of(found.numbers).items()}
+    for name, values in scores.items():
+        failed = int(np.isnan(values.values).sum())
+        if failed < len(values.values):
+            means[f"eval/{name}"] = float(np.nanmean(values.values, dtype=float))
+        means |= {f"eval/{name}/{key}": one for key, one in means_of(values.numbers).items()}
         if failed:
             means[f"eval/{name}/failed"] = failed
     return means

@@ -90,17 +90,17 @@ class Session:
 
     def restore(self) -> RunState | None:
         """Return the state of the last checkpoint; None if there is none."""
-        found = self._checkpoints.restore(initial_models(self.spec, source_shapes))
-        if found is None:
+        state = self._checkpoints.restore(initial_models(self.spec, source_shapes))
+        if state is None:
             return None
         if distributed.leads():
-            message = f"Resuming from step {found.step}, saved in"
-            if found.step >= self.spec.config.steps:
-                message = f"All steps are done: raise steps to resume from {found.step}, saved in"
+            message = f"Resuming from step {state.step}, saved in"
+            if state.step >= self.spec.config.steps:
+                message = f"All steps are done: raise steps to resume from {state.step}, saved in"
             place = f"{self.spec.config.workdir}/checkpoints"
             print(f"{message} {place}; another workdir starts a new run.\n")
-        host = restored_host_state(self.spec, found.step, found.host)
-        return RunState(found.state, host)
+        host = restored_host_state(self.spec, state.step, state.host)
+        return RunState(state.state, host)
 
     def begin(self) -> RunState:
         """Load the state before the first step."""

@@ -46,14 +46,14 @@ def lengths_by_prompt(samples: Sequence[Sample]) -> list[PromptLengths]:
     by_request: dict[int, list[Sample]] = {}
     for sample in samples:
         by_request.setdefault(sample.request.id, []).append(sample)
-    found = []
+    lengths = []
     for own in by_request.values():
         request = own[0].request
         tokens = np.array([len(sample.tokens) for sample in own])
         earlier = np.array([len(text) for text in request.history])
         limit = request.max_new_tokens
-        found.append(PromptLengths(earlier, tokens, tokens < limit, limit))
-    return found
+        lengths.append(PromptLengths(earlier, tokens, tokens < limit, limit))
+    return lengths
 
 
 @dataclasses.dataclass(frozen=True)

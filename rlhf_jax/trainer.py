@@ -80,8 +80,8 @@ def train(
     if reward is not None:
         config.reward.functions = (callers.offer(reward, reward_id),)
     state, spec = do_run(config, callbacks, prompts)
-    found_warnings = distributed.run_on_leader(lambda: warnings(read_run(spec.workdir)))
-    return Result(state, metrics.read_rows(spec.workdir, "metrics"), spec.workdir, found_warnings)
+    warning_lines = distributed.run_on_leader(lambda: warnings(read_run(spec.workdir)))
+    return Result(state, metrics.read_rows(spec.workdir, "metrics"), spec.workdir, warning_lines)
 
 
 def do_run(
@@ -140,10 +140,10 @@ def plan(config: Config) -> None:
         print("Only the memory was checked, as at the start of a run; nothing was written.")
         return
     spec = _open(config)
-    found = preview(spec)
+    outcome = preview(spec)
     if distributed.leads():
         checked = "config, models, prompts, rewards, devices, memory and workdir"
-        print(f"Checked as a run would be: {checked}; {found}, and nothing was written.")
+        print(f"Checked as a run would be: {checked}; {outcome}, and nothing was written.")
 
 
 def _open(config: Config) -> RunSpec:

@@ -32,10 +32,10 @@ def hash_once(cls: type[T]) -> type[T]:
     compute = cls.__hash__
 
     def __hash__(self) -> int:
-        found = self.__dict__.get("_hash")
-        if found is None:
-            found = self.__dict__["_hash"] = compute(self)
-        return found
+        cached = self.__dict__.get("_hash")
+        if cached is None:
+            cached = self.__dict__["_hash"] = compute(self)
+        return cached
 
     cls.__hash__ = __hash__
     return cls

@@ -133,8 +133,8 @@ def _sums_kernel(
         total = running.total * jnp.exp(fall) + jnp.sum(share, axis=1)
         weighted = (running.weighted + running.total * fall) * jnp.exp(fall)
         weighted = weighted + jnp.sum(share * below, axis=1)
-        found = jnp.where(ids == across(wanted, ids.shape), z, 0.0)
-        return RunningSums(top, total, weighted, chosen=running.chosen + jnp.sum(found, axis=1))
+        targets_z = jnp.where(ids == across(wanted, ids.shape), z, 0.0)
+        return RunningSums(top, total, weighted, chosen=running.chosen + jnp.sum(targets_z, axis=1))
 
     nothing = RunningSums(hopper.rowwise(LOWEST), *(hopper.rowwise(0.0) for _ in range(3)))
     running = hopper.stream(plan, ring, hidden, head=head, visit=visit, carry=nothing)

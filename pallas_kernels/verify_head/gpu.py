@@ -128,12 +128,12 @@ def _stream(
         plgpu.copy_gmem_to_smem(
             noise.at[block, mine.rows], scratch.noise.at[mine.me], scratch.ready.at[mine.me]
         )
-        found = logits()
-        found = found * across(scale, found.shape)
-        found = jnp.where(hopper.columns(found.shape) < known - block * BLOCK, found, -jnp.inf)
+        z = logits()
+        z = z * across(scale, z.shape)
+        z = jnp.where(hopper.columns(z.shape) < known - block * BLOCK, z, -jnp.inf)
         kept = inside.at[mine.part, mine.rows]
         return _update(
-            scratch, mine.me, inside=kept, block=block, z=found, greedy=greedy, running=running
+            scratch, mine.me, inside=kept, block=block, z=z, greedy=greedy, running=running
         )
 
     nothing = RunningBest(

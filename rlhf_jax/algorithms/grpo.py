@@ -142,13 +142,13 @@ def advantages(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, f
             config=settings,
         )
     )
-    found: dict[str, Any] = {"advantages": estimated}
+    added: dict[str, Any] = {"advantages": estimated}
     if returns is not None:
-        found["returns"] = returns
+        added["returns"] = returns
     if settings.kl_in_reward:
-        found["kl_weight"] = np.zeros((), np.float32)
+        added["kl_weight"] = np.zeros((), np.float32)
     metrics = {} if kl is None else {"kl/response": float(kl)}
-    return dataclasses.replace(batch, mask=mask).with_columns(**found), metrics
+    return dataclasses.replace(batch, mask=mask).with_columns(**added), metrics
 
 
 def scores(config: Config) -> tuple[str, ...]:

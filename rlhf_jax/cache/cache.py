@@ -136,9 +136,9 @@ def _take(leaf: Array, rows: Array, *, spec: tuple, layout: Layout) -> jax.Array
 
 def pick_rows(leaf: Array, rows: Array) -> jax.Array:
     """Return rows [R] int32 of a row-first leaf, with zeros for rows past its end."""
-    found = jnp.concatenate([jax.lax.dynamic_slice_in_dim(leaf, row, 1) for row in rows])
+    picked = jnp.concatenate([jax.lax.dynamic_slice_in_dim(leaf, row, 1) for row in rows])
     here = jnp.expand_dims(rows < len(leaf), range(1, leaf.ndim))
-    return jnp.where(here, found, jnp.zeros((), leaf.dtype))
+    return jnp.where(here, picked, jnp.zeros((), leaf.dtype))
 
 
 def write_rows(old: jax.Array, rows: Array, new: Array) -> jax.Array:

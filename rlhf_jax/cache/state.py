@@ -13,9 +13,9 @@ from rlhf_jax.runtime.extensions import Registry
 from rlhf_jax.types import Array
 
 
-def _no_kind(found: object) -> str:
+def _no_kind(candidate: object) -> str:
     """Return why an object is not a cache kind, or ''."""
-    return "" if isinstance(found, type) and issubclass(found, KVCache) else "is no KVCache"
+    return "" if isinstance(candidate, type) and issubclass(candidate, KVCache) else "is no KVCache"
 
 
 # Cache kinds, by the name in a layout.

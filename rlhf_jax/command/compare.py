@@ -18,13 +18,13 @@ def main(argv: list[str]) -> int:
     if len(options.workdirs) < 2:
         parser.error("name two runs or more")
     replaced = options.out.exists()
-    found = write_comparison(options.workdirs, options.out)
-    for key, values in found.differences:
+    comparison = write_comparison(options.workdirs, options.out)
+    for key, values in comparison.differences:
         print(f"{key}: {' | '.join(map(str, values))}")
-    print(found.configs)
-    console.table(["last figures", *found.names], found.figures)
+    print(comparison.configs)
+    console.table(["last figures", *comparison.names], comparison.figures)
     print(SMOOTHED)
-    print(found.texts)
+    print(comparison.texts)
     old = ", in place of the file that was there" if replaced else ""
     print(f"Their curves and samples are in {options.out}{old}.")
     return 0

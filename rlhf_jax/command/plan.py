@@ -9,9 +9,9 @@ Neither weights nor prompts are read: shapes come from a config.json, or from a 
 models by name. Seconds are by formula, call by call, for responses of full length. A search
 compares the config's plan and the presets with the best possible plan of calls, and proves it; it
 also shows the effect of other efficiencies of the chip. It writes plan.svg next to plan.json. With
---verify the programs of the found plan, or else of the config's, are compiled for the named devices: their
-memory, FLOPs and received bytes are printed next to the formulas'. With --lengths a stage of
-generation is simulated, to measure the gain of moving samples between slices.
+--verify the programs of the found plan, or else of the config's, are compiled for the named
+devices: their memory, FLOPs and received bytes are printed next to the formulas'. With --lengths a
+stage of generation is simulated, to measure the gain of moving samples between slices.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def main(argv: list[str]) -> int:
     planned = plan_run(config, hardware)
     searched = search_plans(config, planned, options.lag) if options.search else None
     if searched and options.out and searched.plans[-1].fits:
-        found = searched.plans[-1]
+        best = searched.plans[-1]
         out = Path(options.out)
-        write_atomically(out, found.plan.text().encode())
-        picture = timeline_svg(found, str(planned.hardware))
+        write_atomically(out, best.plan.text().encode())
+        picture = timeline_svg(best, str(planned.hardware))
         write_atomically(out.with_suffix(".svg"), picture.encode())
     chosen = searched.plans[-1] if searched else planned
     run = planned._replace(plan=chosen.plan, remat=chosen.remat)

@@ -121,10 +121,10 @@ def live_rows(text: str, most: int) -> list[int]:
     """
     if not text:
         return [*(4**power for power in range(most.bit_length()) if 4**power < most), most]
-    found = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
-    if min(found) < 1:
+    numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    if min(numbers) < 1:
         raise ValueError(f"--live is {text!r}; it must be numbers above 0, as in --live 1,4,16.")
-    return found
+    return numbers
 
 
 def show(selector: Selector, config: Config, live: list[int], title: str, console: Console) -> None:

@@ -104,9 +104,9 @@ def option(default: Any, meaning: str, check: Callable[[Config, str], None] = ac
     return dataclasses.field(default=default, metadata={"meaning": meaning, "check": check})
 
 
-def _no_algorithm(found: object) -> str:
+def _no_algorithm(candidate: object) -> str:
     """Return why an object is not an algorithm, or ''."""
-    return "" if isinstance(found, Algorithm) else "is no rlhf_jax.Algorithm"
+    return "" if isinstance(candidate, Algorithm) else "is no rlhf_jax.Algorithm"
 
 
 # By name: an algorithm, or where it is defined, so that only those in use are imported.

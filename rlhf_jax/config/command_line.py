@@ -85,22 +85,22 @@ def place(argv: list[str]) -> tuple[Place, list[str]]:
     The flags are `--coordinator HOST:PORT --processes N --process I`, or `--processes auto` if the
     cluster provides them. Raises ValueError in one sentence.
     """
-    found = {}
+    flags_given = {}
     rest = []
     words = iter(argv)
     for word in words:
         name, equals, value = word.partition("=")
         if name in PLACE_FLAGS:
-            found[name] = value if equals else next(words, "")
+            flags_given[name] = value if equals else next(words, "")
         else:
             rest.append(word)
-    if not found:
+    if not flags_given:
         return Place(), rest
-    if found == {"--processes": "auto"}:
+    if flags_given == {"--processes": "auto"}:
         return Place(None, None, None), rest
-    numbers = [found.get(name, "") for name in PLACE_FLAGS[1:]]
+    numbers = [flags_given.get(name, "") for name in PLACE_FLAGS[1:]]
     if (
-        set(found) != set(PLACE_FLAGS)
+        set(flags_given) != set(PLACE_FLAGS)
         or not all(map(str.isdigit, numbers))
         or not 0 <= int(numbers[1]) < int(numbers[0])
     ):
@@ -108,7 +108,7 @@ def place(argv: list[str]) -> tuple[Place, list[str]]:
             "Several processes need --coordinator HOST:PORT --processes N --process I, with I"
             " from 0 to N - 1, or --processes auto."
         )
-    return Place(found["--coordinator"], *map(int, numbers)), rest
+    return Place(flags_given["--coordinator"], *map(int, numbers)), rest
 
 
 def load(spec: str) -> Config:
@@ -162,12 +162,14 @@ def _look_beside(config: Config, folder: pathlib.Path) -> None:
             return name
         return f"{folder / path}{':' * bool(colon)}{function}"
 
-    found = {}
+    located_values = {}
     for name, value in flat(config).items():
         several = value if isinstance(value, (tuple, list)) else (value,)
         if name in PATH_KEYS or any(isinstance(one, str) and is_of_file(one) for one in several):
-            found[name] = located(value) if isinstance(value, str) else tuple(map(located, value))
-    config.update_from_flattened_dict(found)
+            located_values[name] = (
+                located(value) if isinstance(value, str) else tuple(map(located, value))
+            )
+    config.update_from_flattened_dict(located_values)
     for name, spec in config.reward.metrics.items():
         config.reward.metrics[name] = located(spec)
 

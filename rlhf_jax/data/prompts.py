@@ -66,7 +66,7 @@ def tokenize(
     # A base model has no template for a plain string.
     plain = raw or tokenizer.template is None
     parts = [slice(start, start + AT_ONE_TIME) for start in range(0, len(rows), AT_ONE_TIME)]
-    found = [
+    encoded = [
         tokens
         for part in parts
         for tokens in _encode(rows, chats, part, tokenizer, plain, template_arguments)
@@ -75,7 +75,7 @@ def tokenize(
     texts = [str(messages[-1]["content"]) for messages in chats]
     kept: list[int] = []
     dropped: collections.Counter[str] = collections.Counter()
-    for index, (text, tokens) in enumerate(zip(texts, found, strict=True)):
+    for index, (text, tokens) in enumerate(zip(texts, encoded, strict=True)):
         if not text.strip():
             dropped["empty"] += 1
         elif not len(tokens):
@@ -92,7 +92,7 @@ def tokenize(
         raise ValueError(
             f"No prompt is left after the length filter ({reasons or 'there were none'}); {hint}."
         )
-    return Prompts(found, texts, chats, list(rows), {}).take(kept, dict(dropped))
+    return Prompts(encoded, texts, chats, list(rows), {}).take(kept, dict(dropped))
 
 
 def _encode(
@@ -113,7 +113,7 @@ def _encode(
         for index in indices
         if not (plain and len(chats[index]) == 1 and isinstance(rows[index]["prompt"], str))
     ]
-    found: dict[int, list[int]] = {}
+    ids_of_chats: dict[int, list[int]] = {}
     if rendered:
         rendered_chats = [chats[index] for index in rendered]
         try:
@@ -122,9 +122,9 @@ def _encode(
             )
         except RenderingError as error:
             raise ValueError(f"Prompt {rendered[error.index] + 1}: {error}") from error
-        found = dict(zip(rendered, ids, strict=True))
+        ids_of_chats = dict(zip(rendered, ids, strict=True))
     encoded = [
-        found[index] if index in found else tokenizer.encode(rows[index]["prompt"])
+        ids_of_chats[index] if index in ids_of_chats else tokenizer.encode(rows[index]["prompt"])
         for index in indices
     ]
     return [np.asarray(ids, np.int32) for ids in encoded]

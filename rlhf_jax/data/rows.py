@@ -52,19 +52,19 @@ def read(
     where_from = str(place)
     suffix = pathlib.PurePath(place).suffix
     if is_dataset(place):
-        found = _read_dataset(where_from, configuration, split)
+        numbered = _read_dataset(where_from, configuration, split)
     elif not is_file_name(place):
         raise ValueError(
             f"Prompt file {place} must end in .jsonl or .parquet, not {suffix or 'nothing'!r}: each"
             f' line of a .jsonl file is a row, as {{"{prompt_key}": "What is 2 + 3?"}}.'
         )
     elif suffix == ".jsonl":
-        found = _read_jsonl(where_from, _content(where_from))
+        numbered = _read_jsonl(where_from, _content(where_from))
     else:
-        found = _read_parquet(where_from, _content(where_from))
+        numbered = _read_parquet(where_from, _content(where_from))
     rows = []
     unused = set(columns)
-    for where, load in found:
+    for where, load in numbered:
         try:
             row = load()
             if isinstance(row, dict):
@@ -89,16 +89,16 @@ def read(
 
 def _renamed(row: dict[str, Any], columns: Mapping[str, str], where: str) -> dict[str, Any]:
     """Return the row with its columns renamed; ValueError if two would have one name."""
-    found: dict[str, Any] = {}
+    renamed: dict[str, Any] = {}
     for name, value in row.items():
         new = columns.get(name, name)
-        if new in found:
+        if new in renamed:
             raise ValueError(
                 f"{where}: by data.columns two columns would be {new!r:.60}; rename the other one,"
                 " too."
             )
-        found[new] = value
-    return found
+        renamed[new] = value
+    return renamed
 
 
 def _content(place: str) -> bytes:
@@ -131,18 +131,18 @@ def _read_dataset(place: str, configuration: str, split: str) -> Iterator[Unread
     folder = pathlib.Path(place).expanduser()
     try:
         if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
-            found = datasets.load_from_disk(str(folder))
-            found = found[split] if hasattr(found, "keys") else found
+            dataset = datasets.load_from_disk(str(folder))
+            dataset = dataset[split] if hasattr(dataset, "keys") else dataset
         else:
             name = str(folder) if folder.exists() else place
-            found = datasets.load_dataset(name, configuration or None, split=split)
+            dataset = datasets.load_dataset(name, configuration or None, split=split)
     except Exception as error:  # of the package, the network or a file
         message = " ".join(str(error).split())[:200].rstrip(".")
         raise ValueError(
             f"The data set {place} cannot be read, split {split!r}"
             f" ({type(error).__name__}: {message})."
         ) from error
-    for number, row in enumerate(found, start=1):
+    for number, row in enumerate(dataset, start=1):
         yield f"Row {number} of {place}", functools.partial(dict, row)
 
 

@@ -132,7 +132,7 @@ def begin_assignment(
 def _forecast(state: AssignmentState, requests: Sequence[Request]) -> None:
     """Update the forecasts of lengths, from the narrower of the prompts' sources."""
     known = state.policy.lengths
-    found: dict[str, list[tuple[int, References]]] = {}
+    by_source: dict[str, list[tuple[int, References]]] = {}
     for request in requests:
         sources = []
         limit = request.max_new_tokens
@@ -145,8 +145,8 @@ def _forecast(state: AssignmentState, requests: Sequence[Request]) -> None:
         chosen = forecasts.narrowest(known, sources)
         if chosen is not None:
             own = state.survival_of[request.id], chosen
-            found.setdefault(chosen.source, []).append(own)
-    for chosen in found.values():
+            by_source.setdefault(chosen.source, []).append(own)
+    for chosen in by_source.values():
         places, references = zip(*chosen, strict=True)
         state.survival[list(places)] = forecasts.survival(known, forecasts.joined(references))
 
@@ -190,11 +190,13 @@ def reassign(state: AssignmentState, running: Unfinished) -> Assignments:
     if not (running or waiting):
         return Assignments([], [], [])
     ids, places, generated = map(list, zip(*running, *waiting, strict=True))
-    found = state.policy.plan_reallocation(_view(state, ids, places, generated=np.array(generated)))
+    reallocation = state.policy.plan_reallocation(
+        _view(state, ids, places, generated=np.array(generated))
+    )
     return Assignments(
-        admissions=[(ids[index], to) for index, to in found.admissions],
-        moves=[(ids[index], places[index], to) for index, to in found.moves],
-        freed=np.flatnonzero(found.freed).tolist(),
+        admissions=[(ids[index], to) for index, to in reallocation.admissions],
+        moves=[(ids[index], places[index], to) for index, to in reallocation.moves],
+        freed=np.flatnonzero(reallocation.freed).tolist(),
     )
 
 

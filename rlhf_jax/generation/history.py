@@ -44,15 +44,15 @@ class History:
         boilerplate, such as the keys of JSON.
         """
         own = _digest(prompt)
-        found = []
+        latest = []
         tokens = 0
         for other, texts in reversed(self._texts.items()):
             if tokens >= self._size:
                 break
             if other != own:
-                found.append(texts[-1][1])
+                latest.append(texts[-1][1])
                 tokens += len(texts[-1][1]) + 1
-        return tuple(reversed(found))
+        return tuple(reversed(latest))
 
     def add(self, samples: Iterable[Sample]) -> None:
         """Add finished samples, of an id the latest text, and drop texts that no longer fit."""

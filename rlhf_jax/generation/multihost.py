@@ -142,7 +142,7 @@ class PlanCoordinator:
         """
         busy = any(batch.busy for batch in self.stage.own_slices.values())
         while True:
-            found = False
+            exists = False
             if time.perf_counter() - self.looked < POLL:
                 time.sleep(0 if busy else PLAN_NAP)
             else:
@@ -153,9 +153,9 @@ class PlanCoordinator:
                 if self._slice_group.leads_stage:
                     self._plan()
                 plan = f"{self._name}/plan {self.carried}"
-                found = distributed.read_published(plan, Assignments) is not None
-            if found or busy or not self._slice_group.several or self.may_occupy():
-                return found
+                exists = distributed.read_published(plan, Assignments) is not None
+            if exists or busy or not self._slice_group.several or self.may_occupy():
+                return exists
 
     def _plan(self) -> None:
         """Publish the next plan, once all have carried out the last one and reported since."""

@@ -68,8 +68,8 @@ class StopStrings:
         if not self._in(tokens[-(longest + new) :]):
             return None
         counts = range(len(tokens) - new + 1, len(tokens) + 1)
-        found = (count for count in counts if self._in(tokens[max(0, count - longest) : count]))
-        return next(found, None)
+        ends = (count for count in counts if self._in(tokens[max(0, count - longest) : count]))
+        return next(ends, None)
 
     def _in(self, tokens: Sequence[int]) -> bool:
         text = self.decode(tokens)

@@ -277,8 +277,8 @@ def _grow(sent: InFlightRound, results: Results, stop_strings: StopStrings | Non
         end = stop_strings and stop_strings.end(sample.tokens, count)
         if end is not None:
             sample.done = True
-            for found in (sample.tokens, sample.logprobs, sample.top_k_ids):
-                del found[end:]
+            for column in (sample.tokens, sample.logprobs, sample.top_k_ids):
+                del column[end:]
         sample.unfed = 0 if feeds_model else sample.unfed + count
         sample.confidence = {name: classes[row] for name, classes in confidence.items()}
         if sample.done:

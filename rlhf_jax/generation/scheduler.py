@@ -379,9 +379,9 @@ def sibling_rows(rows: Sequence[Sample | None], decoding: GenerationConfig) -> n
     It is [B, 0] without a lookup drafter.
     """
     reads = any(one.needs_history for one in decoding.drafters)
-    found = np.full((len(rows), SIBLINGS if reads else 0), -1, np.int32)
-    if not found.size:
-        return found
+    siblings = np.full((len(rows), SIBLINGS if reads else 0), -1, np.int32)
+    if not siblings.size:
+        return siblings
     rows_of = collections.defaultdict(list)  # by request id
     for row, sample in enumerate(rows):
         if sample is not None:
@@ -389,5 +389,5 @@ def sibling_rows(rows: Sequence[Sample | None], decoding: GenerationConfig) -> n
     for group in rows_of.values():
         for row in group:
             others = [other for other in group if other != row][:SIBLINGS]
-            found[row, : len(others)] = others
-    return found
+            siblings[row, : len(others)] = others
+    return siblings

@@ -79,7 +79,7 @@ def logprobs_and_entropy(
     hidden, _ = forward(model, tokens, positions, attend=causal_on(layout), remat=remat)
     wanted = jnp.ones(tokens.shape, bool) if mask is None else mask
     # Hidden state t - 1 predicts token t; nothing predicts the first, which is 0.
-    found = head_logprobs(
+    results = head_logprobs(
         model,
         hidden[:, :-1],
         tokens[:, 1:],
@@ -91,7 +91,7 @@ def logprobs_and_entropy(
         layout=layout,
         head_dtype=jnp.float32,
     )
-    return jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (1, 0))), found)
+    return jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (1, 0))), results)
 
 
 def head_logprobs(
@@ -118,7 +118,7 @@ def head_logprobs(
     kernel = token_logprobs_kernel(layout)
     if kernel is not None and top_k_ids is None:
         head = model.embed if model.head is None else model.head
-        found = kernel(
+        results = kernel(
             hidden.reshape(-1, hidden.shape[-1]),
             # The head's gradient is summed in float32, whatever the compute dtype.
             head.astype(jnp.float32),
@@ -126,7 +126,7 @@ def head_logprobs(
             temperature=temperature,
             tied=model.head is None,
         )
-        logprobs, entropies = (jnp.where(mask, leaf.reshape(tokens.shape), 0.0) for leaf in found)
+        logprobs, entropies = (jnp.where(mask, leaf.reshape(tokens.shape), 0.0) for leaf in results)
         return logprobs, entropies if entropy else None
 
     measure = functools.partial(_logprobs_of_block, temperature=temperature, entropy=entropy)

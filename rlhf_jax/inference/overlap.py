@@ -122,7 +122,7 @@ class ScoringQueue:
 
     def scored(self) -> dict[int, Scored]:
         """Return the scores from slices, by sample id; wait for pending ones."""
-        found = {}
+        scores_of = {}
         for batch in self.batches:
             numbers = batch.results.fetch(jax.device_get)
             rewards: list[dict[str, float]] = [{} for _ in batch.samples]
@@ -135,8 +135,8 @@ class ScoringQueue:
             self._note_ended()
             for row, sample in enumerate(batch.samples):
                 own = {name: column[row] for name, column in numbers.items()}
-                found[sample.sample_id] = Scored(own, rewards[row])
-        return found
+                scores_of[sample.sample_id] = Scored(own, rewards[row])
+        return scores_of
 
     def _note_ended(self) -> None:
         """Record the time at which batches were first seen to be ready."""

@@ -94,12 +94,12 @@ class PendingScores:
         """
         on_host = read([scores for _, scores in self.parts])
         packed = [part for part, _ in self.parts]
-        found = {}
+        columns = {}
         for name in self.columns:
             pairs = zip(packed, on_host, strict=True)
             own = [(part, scores[name]) for part, scores in pairs if name in scores]
-            found[name] = unpack(own, self.shape)
-        return found
+            columns[name] = unpack(own, self.shape)
+        return columns
 
 
 @functools.partial(jax.jit, static_argnames=("temperature", "chunk", "layout"))
@@ -147,8 +147,8 @@ def score_sequences(
     however they were generated.
     """
     how = (temperature, Extent(rows), layout)
-    (found,) = dispatch_scores({"policy": model}, batch.on_host(), *how).fetch().values()
-    return found
+    (scores,) = dispatch_scores({"policy": model}, batch.on_host(), *how).fetch().values()
+    return scores
 
 
 def score(
@@ -230,7 +230,7 @@ def dispatch_scores(
     if models:
         block = packed_block(layout)
         parts = pack(batch.reading(*READ), extent, block, layout.row_shards)
-    found = []
+    pending = []
     for part in parts:
         placed = place_rows(part.batch, layout)
         scores = {}
@@ -240,8 +240,8 @@ def dispatch_scores(
             scores[columns[role]] = result
             if progress is not None:
                 progress.hand(f"{role}_inference", began, result, part.batch)
-        found.append((part, scores))
-    return PendingScores(found, batch.mask.shape, tuple(columns.values()))
+        pending.append((part, scores))
+    return PendingScores(pending, batch.mask.shape, tuple(columns.values()))
 
 
 _cast = jax.jit(cast, static_argnums=1)

@@ -94,14 +94,14 @@ class Estimator:
     aggregate: str = ""
 
 
-def _no_estimator(found: object) -> str:
+def _no_estimator(candidate: object) -> str:
     """Return why an object is not an estimator, or ''."""
-    if not isinstance(found, Estimator):
+    if not isinstance(candidate, Estimator):
         return "is no rlhf_jax.Estimator"
 
     def advantages(rewards: Array, values: Array, mask: Array):
-        known = values if found.needs_critic else None
-        return found.estimate(rewards, known, mask, EstimatorConfig(samples_per_prompt=2))
+        known = values if candidate.needs_critic else None
+        return candidate.estimate(rewards, known, mask, EstimatorConfig(samples_per_prompt=2))
 
     return own.refusal(advantages, jnp.float32, jnp.float32, jnp.bool_)
 

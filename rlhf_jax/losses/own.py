@@ -20,8 +20,8 @@ def refusal(equation: Callable[..., Any], *dtypes: DTypeLike) -> str:
     equation: takes an array [S, W] of each of `dtypes`; all of its results must have that shape.
     """
     try:
-        found = jax.eval_shape(equation, *(jax.ShapeDtypeStruct(SHAPE, own) for own in dtypes))
-        results = [(one.shape, one.dtype) for one in jax.tree.leaves(found)]
+        outputs = jax.eval_shape(equation, *(jax.ShapeDtypeStruct(SHAPE, own) for own in dtypes))
+        results = [(one.shape, one.dtype) for one in jax.tree.leaves(outputs)]
     except Exception as error:  # user code may raise anything
         return f"fails: {one_line(error)}"
     wrong = [

@@ -116,13 +116,13 @@ def _clipped(ratios: Array, terms: LossTerms) -> Array:
     return -jnp.minimum(ratios * terms.advantages, clipped * terms.advantages)
 
 
-def _no_loss(found: object) -> str:
+def _no_loss(candidate: object) -> str:
     """Return why an object is not a loss, or ''."""
-    if not callable(found):
+    if not callable(candidate):
         return "is no function of rlhf_jax.LossTerms"
 
     def losses(now: Array, old: Array, advantages: Array, mask: Array, ids: Array) -> object:
-        return found(LossTerms(now, old, advantages, mask, ids, 2, clip_low=0.2, clip_high=0.2))
+        return candidate(LossTerms(now, old, advantages, mask, ids, 2, clip_low=0.2, clip_high=0.2))
 
     return own.refusal(losses, *[jnp.float32] * 3, jnp.bool_, jnp.int32)
 

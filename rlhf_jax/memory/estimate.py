@@ -77,8 +77,8 @@ def fullest(
     config: Config, models: ModelConfigs, placed: Plan, layouts: CallLayouts, remat: bool
 ) -> list[Part]:
     """Return the parts of the devices that hold most, among all in a plan of calls."""
-    found = by_group(config, models, placed, layouts, remat)
-    return max((parts for _, parts in found), key=lambda parts: peak(parts)[1])
+    groups = by_group(config, models, placed, layouts, remat)
+    return max((parts for _, parts in groups), key=lambda parts: peak(parts)[1])
 
 
 def by_group(

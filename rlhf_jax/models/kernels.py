@@ -56,18 +56,20 @@ def verify_head(layout: Layout) -> Callable[..., Parts]:
             place = jax.lax.axis_index("tensor")
             held = head.shape[0 if tied else 1]
             known = jnp.clip(vocab - place * held, 0, held)
-            found = of(hidden, head, noise, temperature, known)
-            return combine(found, "tensor", place * (held // BLOCK))
+            parts_found = of(hidden, head, noise, temperature, known)
+            return combine(parts_found, "tensor", place * (held // BLOCK))
 
         flat = [x.reshape(-1, *x.shape[2:]) for x in (hidden, noise, temperature)]
         if layout.mesh is None:
-            found = of(flat[0], head, *flat[1:], vocab)
+            parts_found = of(flat[0], head, *flat[1:], vocab)
         else:
             rows = PartitionSpec(ROW_AXES)
             words = PartitionSpec("tensor") if tied else PartitionSpec(None, "tensor")
             specs = (rows, words, PartitionSpec(ROW_AXES, "tensor"), rows)
-            found = on_each(local, layout, specs, rows)(flat[0], head, *flat[1:])
-        return jax.tree.map(lambda leaf: leaf.reshape(*hidden.shape[:2], *leaf.shape[1:]), found)
+            parts_found = on_each(local, layout, specs, rows)(flat[0], head, *flat[1:])
+        return jax.tree.map(
+            lambda leaf: leaf.reshape(*hidden.shape[:2], *leaf.shape[1:]), parts_found
+        )
 
     return parts
 

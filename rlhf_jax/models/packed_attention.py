@@ -118,8 +118,8 @@ def _backward(kept: tuple, cotangent: Array) -> tuple[Array, Array, Array, None]
         )
 
     zeros = [jnp.zeros(part.shape, jnp.float32) for part in (query, key, value)]
-    found = jax.lax.fori_loop(0, _count(line), add_pair, tuple(zeros))
-    return *(part.astype(query.dtype) for part in found), None
+    gradients = jax.lax.fori_loop(0, _count(line), add_pair, tuple(zeros))
+    return *(part.astype(query.dtype) for part in gradients), None
 
 
 _attend_blocks.defvjp(_forward, _backward)

@@ -42,8 +42,8 @@ def unsplit(tree: Any, layout: Layout) -> list[str]:
 
     def tell(path: tuple, leaf: Any, wanted: tuple) -> None:
         """Add the lines of one leaf."""
-        found = layout.fit(wanted, leaf.shape)
-        for size, axes, kept in zip(leaf.shape, wanted, found, strict=True):
+        fitted = layout.fit(wanted, leaf.shape)
+        for size, axes, kept in zip(leaf.shape, wanted, fitted, strict=True):
             if axes is not None and kept is None:
                 lines.append(
                     f"{jax.tree_util.keystr(path)}: {size} is not divisible by"

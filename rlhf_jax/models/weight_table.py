@@ -113,12 +113,12 @@ def stored_weight(model: Model, key: WeightKey) -> np.ndarray:
     """
     weight = weights_of(model.config)[key.name]
     if key.layer is None:
-        found = getattr(model, key.name)
+        weight_in_memory = getattr(model, key.name)
     elif isinstance(model.layers, dict):
-        found = jax.tree.map(lambda leaf: leaf[key.layer], model.layers[key.name])
+        weight_in_memory = jax.tree.map(lambda leaf: leaf[key.layer], model.layers[key.name])
     else:
-        found = model.layers[key.layer][key.name]
-    array = np.asarray(plain(found, len(weight.inputs)))
+        weight_in_memory = model.layers[key.layer][key.name]
+    array = np.asarray(plain(weight_in_memory, len(weight.inputs)))
     letters = "".join(weight.stored)
     in_order = array.transpose([weight.axes.index(letter) for letter in letters])
     return in_order.reshape(stored_shape(weight, array.shape))

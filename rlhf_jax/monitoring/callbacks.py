@@ -32,18 +32,18 @@ class StopAt(Callback):
 
     def __init__(self, condition: str):
         """Parse the condition; ValueError, in one sentence, if it is invalid."""
-        found = CONDITION.fullmatch(condition)
+        match = CONDITION.fullmatch(condition)
         try:
-            if found is None:
+            if match is None:
                 raise ValueError
-            self.key: str = found["key"]
-            self._bound = float(found["bound"])
+            self.key: str = match["key"]
+            self._bound = float(match["bound"])
         except ValueError:
             raise ValueError(
                 f"stop_at is {condition!r}; it must be a number's name, one of"
                 f" {', '.join(COMPARISONS)} and a bound, as in 'eval/reward >= 0.95'."
             ) from None
-        self._holds = COMPARISONS[found["sign"]]
+        self._holds = COMPARISONS[match["sign"]]
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Return whether a step has the metric, and it meets the condition."""

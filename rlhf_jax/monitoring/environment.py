@@ -34,11 +34,11 @@ def most_memory() -> dict[str, float]:
     Not every device reports it.
     """
     unit = 1 if sys.platform == "darwin" else 1024  # bytes in the unit of the system's count
-    found = {"memory/host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9}
+    metrics = {"memory/host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9}
     statistics = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in statistics:
-        found["memory/device"] = statistics["peak_bytes_in_use"] / 1e9
-    return found
+        metrics["memory/device"] = statistics["peak_bytes_in_use"] / 1e9
+    return metrics
 
 
 def _commit() -> str:

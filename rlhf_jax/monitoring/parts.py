@@ -117,20 +117,20 @@ class CallWatch:
         Recorded tasks of pipelines replace the calls' parts in the lanes of their slices. A task
         begins when the task it waits for and the previous one have ended.
         """
-        found = []
+        spans = []
         ends: dict[int, float] = {}
         with_tasks = {task.call for task, *_ in self._tasks}
         for part, end in self._ends:
             kind = part.call.rpartition("_")[2]
             work = (part.began, end.result(), part.rows, part.call, part.tokens)
             own = () if part.call in with_tasks else lanes(part.call)
-            found += [Span(lane, kind, *work) for lane in own]
+            spans += [Span(lane, kind, *work) for lane in own]
         for task, ready, end in self._tasks:
             lane = lanes(task.call)[task.slice]
             began = max(task.began, ends.get(lane, 0.0), ready.result() if ready else 0.0)
             ends[lane] = max(began, end.result())
-            found.append(Span(lane, "training", began, ends[lane], 0, task.call, 0))
-        return found
+            spans.append(Span(lane, "training", began, ends[lane], 0, task.call, 0))
+        return spans
 
 
 def _end_of(result: jax.Array) -> float:

@@ -103,9 +103,9 @@ class _SinkThread(threading.Thread):
         """Write records in order."""
         try:
             if self._record.exists():
-                found = json.loads(self._record.read_text())
-                self._run = dataclasses.replace(self._run, id=found["id"])
-                self._next = found["next"]
+                record = json.loads(self._record.read_text())
+                self._run = dataclasses.replace(self._run, id=record["id"])
+                self._next = record["next"]
             self._record.parent.mkdir(exist_ok=True)
             self._note()
             sink = SINKS[self._sink_name](self._run)

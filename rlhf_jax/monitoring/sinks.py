@@ -46,8 +46,8 @@ def escaped(name: str, refused: str, longest: int | None = None) -> str:
     ends in a digest of the whole.
     """
 
-    def code(found: re.Match[str]) -> str:
-        point = ord(found[0])
+    def code(match: re.Match[str]) -> str:
+        point = ord(match[0])
         return f"_x{point:04X}_" if point < 1 << 16 else f"_x{point:08X}_"
 
     fitting = re.sub(f"{AMBIGUOUS}|{SURROGATE.pattern}|{refused}", code, name)
@@ -136,8 +136,8 @@ class Mlflow:
         in_files = urllib.parse.urlsplit(mlflow.get_tracking_uri()).scheme in ("", "file")
         self._refused = REFUSED_BY_FILES if in_files else REFUSED_BY_MLFLOW
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        found = self._client.get_experiment_by_name(name)
-        experiment = found.experiment_id if found else self._client.create_experiment(name)
+        known = self._client.get_experiment_by_name(name)
+        experiment = known.experiment_id if known else self._client.create_experiment(name)
         if own := self._client.search_runs([experiment], f"tags.`rlhf_jax.run` = '{run.id}'"):
             self._id = own[0].info.run_id
             self._client.update_run(self._id, "RUNNING")
@@ -171,9 +171,9 @@ class Trackio:
         trackio = importlib.import_module("trackio")
         project = os.environ.get("TRACKIO_PROJECT", PROJECT)
         name = f"{run.name}-{run.id}"
-        found = trackio.SQLiteStorage.get_max_step_for_run(project, name)
+        last = trackio.SQLiteStorage.get_max_step_for_run(project, name)
         nothing = None if os.environ.get("TRACKIO_SPACE_ID") else -1  # a Space cannot be queried
-        self._last = nothing if found is None else found
+        self._last = nothing if last is None else last
         self._run = trackio.init(project=project, name=name, config=run.config, resume="allow")
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -190,9 +190,9 @@ class Trackio:
         self._run.finish()
 
 
-def _no_sink(found: object) -> str:
+def _no_sink(candidate: object) -> str:
     """Return why an object is not a sink, or ''."""
-    missing = [name for name in ("write", "close") if not hasattr(found, name)]
+    missing = [name for name in ("write", "close") if not hasattr(candidate, name)]
     return f"is no sink: it has no {missing[0]}" if missing else ""
 
 

@@ -48,13 +48,13 @@ def apart(spans: Iterable[Span]) -> list[Span]:
     at the end of the one dispatched before it. Rounds without live rows are left out.
     """
     ends: dict[int, float] = {}
-    found = []
+    spans_apart = []
     for span in sorted(spans, key=lambda span: span.began):
         began = max(span.began, ends.get(span.slice, span.began))
         ends[span.slice] = ended = max(began, span.ended)
         if span.rows or span.kind != "generate":
-            found.append(dataclasses.replace(span, began=began, ended=ended))
-    return sorted(found, key=lambda span: span.began)
+            spans_apart.append(dataclasses.replace(span, began=began, ended=ended))
+    return sorted(spans_apart, key=lambda span: span.began)
 
 
 def idle_share(spans: Iterable[Span], slices: int) -> float:

@@ -68,14 +68,14 @@ class _Pass:
 
     def choices(self, node: int) -> list[_Choice]:
         """Return the possible next tasks of a node, as far as known."""
-        found = []
+        choices = []
         for place in self.here[node]:
             done = len(self.starts[place])
             if done < len(self.arrived[place]) and self.fits(place):
                 begins = max(self.free[node], self.arrived[place][done])
                 ends = begins + self.queues[place].seconds
-                found.append(_Choice(self.urgency[place][done], place, begins, ends))
-        return found
+                choices.append(_Choice(self.urgency[place][done], place, begins, ends))
+        return choices
 
     def choose(self, choices: list[_Choice]) -> _Choice:
         """Return the most urgent choice that is worth waiting for."""

@@ -65,16 +65,16 @@ class _Search(NamedTuple):
         makespan = max(own[-1] + queue.seconds for queue, own in zip(queues, starts, strict=True))
         return _Found(makespan, side, rule, starts)
 
-    def is_short_enough(self, found: _Found) -> bool:
+    def is_short_enough(self, schedule: _Found) -> bool:
         """Return whether a schedule is near enough to the bound to end the search."""
-        return found.makespan <= self.bound * (1 + self.within)
+        return schedule.makespan <= self.bound * (1 + self.within)
 
-    def starts(self, found: _Found) -> Times:
+    def starts(self, schedule: _Found) -> Times:
         """Return starts in the original problem, each as early as the order of tasks allows."""
         queues, _ = self.sides[0]
-        order = found.starts
-        if found.side:
-            order = [[-time for time in own] for own in turn_times(queues, found.starts)]
+        order = schedule.starts
+        if schedule.side:
+            order = [[-time for time in own] for own in turn_times(queues, schedule.starts)]
         return earliest_starts(queues, order)
 
 
@@ -93,11 +93,11 @@ def solve(
     for _ in range(tries):
         if search.is_short_enough(best):
             break
-        found = _turn_and_shake(search, current, draws)
-        best = min(best, found, key=lambda one: one.makespan)
+        candidate = _turn_and_shake(search, current, draws)
+        best = min(best, candidate, key=lambda one: one.makespan)
         worse = WORSE * search.bound * draws.random() ** 4
-        if found.makespan <= current.makespan + worse:
-            current = found
+        if candidate.makespan <= current.makespan + worse:
+            current = candidate
     return make_schedule(problem, search.starts(best))
 
 
@@ -120,16 +120,16 @@ def _first_passes(problem: PipelineProblem, search: _Search) -> _Found:
 
     It is at most as long as 1F1B of one pipe after the other if that fits the limit.
     """
-    found = []
+    schedules = []
     serial = one_f_one_b(problem)
     if search.limit is None or serial.peak.max() <= search.limit * (1 + RELATIVE_ERROR):
-        found.append(_Found(serial.makespan, 0, search.rules[0], starts_of(problem, serial)))
+        schedules.append(_Found(serial.makespan, 0, search.rules[0], starts_of(problem, serial)))
     for side, (_, tails) in enumerate(search.sides):
         for rule in search.rules:
-            found.append(search.schedule(side, tails, rule))
-            if search.is_short_enough(found[-1]):
-                return found[-1]
-    return min(found, key=lambda one: one.makespan)
+            schedules.append(search.schedule(side, tails, rule))
+            if search.is_short_enough(schedules[-1]):
+                return schedules[-1]
+    return min(schedules, key=lambda one: one.makespan)
 
 
 def _turn_and_shake(search: _Search, current: _Found, draws: random.Random) -> _Found:

@@ -42,16 +42,16 @@ def common_grid(
     ordered = sorted(strides, reverse=True)
     if any(large % small for large, small in itertools.pairwise(ordered)):
         strides = set(_strides(target))
-    found = _primes(strides)
-    sizes = [size for _, size in found]
-    starts = [order[stride] for stride, _ in found]
-    ranks = sorted(range(len(found)), key=lambda place: -starts[place])
+    primes = _primes(strides)
+    sizes = [size for _, size in primes]
+    starts = [order[stride] for stride, _ in primes]
+    ranks = sorted(range(len(primes)), key=lambda place: -starts[place])
     numbers = np.reshape(order, sizes).transpose(ranks).ravel()
     own = _strides([sizes[rank] for rank in ranks])[1:]
     if not np.array_equal(numbers, np.arange(count)) or not set(_strides(source)) <= {count, *own}:
         return None
     of_source = _small_axes(source, dict(zip(own, range(len(own)), strict=True)))
-    place = {found[rank][0]: axis for axis, rank in enumerate(ranks)}
+    place = {primes[rank][0]: axis for axis, rank in enumerate(ranks)}
     return Grid(tuple(sizes[rank] for rank in ranks), of_source, _small_axes(target, place))
 
 
@@ -62,14 +62,14 @@ def over_grid(split: Split, axes: Split) -> Split:
 
 def digits_of(splits: Sequence[Split], sizes: Sequence[int]) -> Split | None:
     """Return the sizes of each dimension's digits under some splits; None if they differ."""
-    found = []
+    digits = []
     for dimension in zip(*splits, strict=True):
         radices = [tuple(sizes[axis] for axis in axes) for axes in dimension]
         longest = max(radices, key=len)
         if any(one != longest[: len(one)] for one in radices):
             return None
-        found.append(longest)
-    return tuple(found)
+        digits.append(longest)
+    return tuple(digits)
 
 
 def axis_of_digits(split: Split, digits: Split) -> tuple[int | None, ...]:
@@ -93,32 +93,32 @@ def spread(
     none can be split so, it stays unused. parts: the current number of parts by dimension; cutting
     few of them has priority.
     """
-    found = [list(own) for own in split]
+    result = [list(own) for own in split]
     left = set(axes) - set(itertools.chain.from_iterable(split))
     # An axis that divides no number of parts cuts them all: it is the last digit.
     for axis in sorted(left, key=lambda axis: (all(one % sizes[axis] for one in parts), axis)):
         ranks = {}
-        for place, own in enumerate(found):
+        for place, own in enumerate(result):
             count = math.prod(sizes[one] for one in (*own, axis))
             there = [other[place][len(own)] for other in wanted if len(own) < len(other[place])]
             if shape[place] % count == 0 and all(sizes[one] == sizes[axis] for one in there):
                 keeps = bool(parts) and parts[place] % count == 0
                 ranks[place] = (keeps, axis in there, shape[place] // count)
         if ranks:
-            found[max(ranks, key=ranks.__getitem__)].append(axis)
-    return tuple(map(tuple, found))
+            result[max(ranks, key=ranks.__getitem__)].append(axis)
+    return tuple(map(tuple, result))
 
 
 def agreed_part(split: Split, wanted: Split, sizes: Sequence[int], axes: Sequence[int]) -> Split:
     """Return the first digits of a split's dimensions that agree with `wanted` and use `axes`."""
-    found = []
+    agreed = []
     for own, other in zip(split, wanted, strict=True):
         pairs = itertools.zip_longest(own, other[: len(own)])
         agrees = [
             one in axes and (there is None or sizes[one] == sizes[there]) for one, there in pairs
         ]
-        found.append(own[: [*agrees, False].index(False)])
-    return tuple(found)
+        agreed.append(own[: [*agrees, False].index(False)])
+    return tuple(agreed)
 
 
 def _strides(sizes: Sequence[int]) -> list[int]:
@@ -129,14 +129,14 @@ def _strides(sizes: Sequence[int]) -> list[int]:
 
 def _primes(strides: set[int]) -> list[tuple[int, int]]:
     """Return strides and sizes of axes of prime sizes between strides, the major ones first."""
-    found = []
+    primes = []
     for large, small in itertools.pairwise(sorted(strides, reverse=True)):
         left = large
         while left > small:
             size = next(prime for prime in range(2, left + 1) if left // small % prime == 0)
             left //= size
-            found.append((left, size))
-    return found
+            primes.append((left, size))
+    return primes
 
 
 def _small_axes(sizes: Sequence[int], places: dict[int, int]) -> Split:

@@ -142,8 +142,8 @@ class Plan:
     def text(self) -> str:
         """Return the plan as the content of its file."""
         calls = {call: dataclasses.asdict(one) for call, one in self.placements.items()}
-        found = {"devices": self.devices, "parameters": dict(self.parameters), "calls": calls}
-        return json.dumps(found, indent=1) + "\n"
+        content = {"devices": self.devices, "parameters": dict(self.parameters), "calls": calls}
+        return json.dumps(content, indent=1) + "\n"
 
 
 def read_plan(path: Path, default: Placement) -> Plan:
@@ -258,9 +258,9 @@ def check_parts(plan: Plan, source: str, device_kind: str, in_slice: int) -> Non
 def check_models(plan: Plan, source: str, parameters: Mapping[str, int]) -> None:
     """Raise ValueError if a plan was made for models of other sizes; sizes are optional."""
     for name, made_for in plan.parameters.items():
-        found = parameters.get(name)
-        if found != made_for:
-            here = f"{found:,} here" if found else "not here"
+        parameters_here = parameters.get(name)
+        if parameters_here != made_for:
+            here = f"{parameters_here:,} here" if parameters_here else "not here"
             raise ValueError(
                 f"{source} is for a {name} of {made_for:,} parameters, which is {here}; make a plan"
                 " for these models."
@@ -268,12 +268,12 @@ def check_models(plan: Plan, source: str, parameters: Mapping[str, int]) -> None
 
 
 def _require_names(
-    path: Path, where: str, found: dict[str, Any], needed: set[str], optional: set[str]
+    path: Path, where: str, given: dict[str, Any], needed: set[str], optional: set[str]
 ) -> None:
     """Raise ValueError unless a map has all needed keys, and no unknown ones."""
-    for name in sorted(needed - set(found)):
+    for name in sorted(needed - set(given)):
         _require(path, False, f"lacks {name}{where}")
-    for name in found:
+    for name in given:
         known = name in needed | optional
         _require(path, known, f"has {name!r:.40}{where}, which no plan has")
 

@@ -31,10 +31,10 @@ def run_steps(
     index: np.int32 | None = None,
 ) -> list[Pieces]:
     """Run one step of each leaf; those over the same grid are one program."""
-    found: dict[int, Pieces] = {}
+    by_place: dict[int, Pieces] = {}
     for program in reshard_programs(leaves, steps, jax.devices(), dtype, index):
-        found |= dict(zip(program.places, program.run(operator.call), strict=True))
-    return [found[place] for place in range(len(steps))]
+        by_place |= dict(zip(program.places, program.run(operator.call), strict=True))
+    return [by_place[place] for place in range(len(steps))]
 
 
 class ReshardProgram(NamedTuple):
@@ -120,7 +120,7 @@ def _run(
     dtype: jnp.dtype | None,
 ) -> list[Pieces]:
     """Take one layer of leaves if there is an index, cast them, and run their steps."""
-    found = []
+    results = []
     for pieces, step in zip(leaves, steps, strict=True):
         run = jax.shard_map(
             functools.partial(_run_local, step=step, dtype=dtype, names=grid.axis_names[:-1]),
@@ -129,8 +129,8 @@ def _run(
             out_specs=step.spec(outgoing=True),
             check_vma=False,
         )
-        found.append(run(pieces, index))
-    return found
+        results.append(run(pieces, index))
+    return results
 
 
 def _run_local(
@@ -201,11 +201,11 @@ def copy_over(
         pieces += [shard_on(leaf, by_id[holder]) for holder, _ in path.copies]
         receivers += [by_id[receiver] for _, receiver in path.copies]
     sent = iter(send_pieces(pieces, receivers))
-    found = []
+    results = []
     for (leaf,), path, end in zip(moved, paths, ends, strict=True):
         copies = [next(sent) for _ in path.copies]
-        found.append(relabel(leaf, end, [one for one in copies if one.is_fully_addressable]))
-    return found
+        results.append(relabel(leaf, end, [one for one in copies if one.is_fully_addressable]))
+    return results
 
 
 def relabel(

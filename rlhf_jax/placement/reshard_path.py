@@ -47,14 +47,14 @@ def find_path(shape: tuple[int, ...], source: Placing, target: Placing) -> Resha
     """
     source = _narrowed(source, target)
     same = set(source.devices) == set(target.devices)
-    found = _stay(shape, source, target) if same else None
+    path = _stay(shape, source, target) if same else None
     source = source.on_grid
     target = target.on_grid
-    if found is None:
+    if path is None:
         receiving = _receiving(shape, source.parts, target)
-        found = _cross(shape, source, target, receiving=receiving)
-    if _received(found) <= 2 * missing_entries(shape, source, target):
-        return found
+        path = _cross(shape, source, target, receiving=receiving)
+    if _received(path) <= 2 * missing_entries(shape, source, target):
+        return path
     # Some devices have much of their parts already: each gets only what it lacks, and no copy is
     # shared.
     return _cross(shape, source, target, receiving=target)
@@ -69,27 +69,27 @@ def traffic(shape: tuple[int, ...], source: Placing, target: Placing) -> BytesMo
 def _received(path: ReshardPath) -> int:
     """Count the entries that devices receive from others on a path."""
     changes = path.first.changes
-    found = 0
+    entries = 0
     if path.second is not None:
         changes += path.second.changes
         size = math.prod(path.second.part_shape())
         for device, pieces in zip(path.second.devices, path.crossing, strict=True):
-            found += size * sum(sender != device for sender, _ in pieces)
-        found += len(path.copies) * math.prod(path.second.part_shape(outgoing=True))
-    return found + sum(received(change, math.prod(path.first.shape)) for change in changes)
+            entries += size * sum(sender != device for sender, _ in pieces)
+        entries += len(path.copies) * math.prod(path.second.part_shape(outgoing=True))
+    return entries + sum(received(change, math.prod(path.first.shape)) for change in changes)
 
 
 def missing_entries(shape: tuple[int, ...], source: Placing, target: Placing) -> int:
     """Count the entries of devices' new parts that they do not already hold."""
     before = dict(zip(source.devices, source.bounds(shape), strict=True))
-    found = 0
+    entries = 0
     for device, bounds in zip(target.devices, target.bounds(shape), strict=True):
-        found += math.prod(end - start for start, end in bounds)
+        entries += math.prod(end - start for start, end in bounds)
         if device in before:
             pairs = zip(bounds, before[device], strict=True)
             both = [min(a[1], b[1]) - max(a[0], b[0]) for a, b in pairs]
-            found -= math.prod(max(0, length) for length in both)
-    return found
+            entries -= math.prod(max(0, length) for length in both)
+    return entries
 
 
 def _narrowed(source: Placing, target: Placing) -> Placing:
@@ -101,10 +101,10 @@ def _narrowed(source: Placing, target: Placing) -> Placing:
     wanted = np.isin(devices, target.devices)
     for axis in set(range(devices.ndim)) - _axes(source.split):
         others = tuple(other for other in range(devices.ndim) if other != axis)
-        (found,) = np.nonzero(wanted.any(axis=others))
-        if len(found):
-            devices = devices.take(found, axis)
-            wanted = wanted.take(found, axis)
+        (indices,) = np.nonzero(wanted.any(axis=others))
+        if len(indices):
+            devices = devices.take(indices, axis)
+            wanted = wanted.take(indices, axis)
     return Placing(tuple(devices.ravel().tolist()), devices.shape, source.split)
 
 

@@ -145,10 +145,10 @@ def split_changes(
         # parts of 1/2 and of 1/3, for example: a split in between that agrees with both
         agreed = agreed_part(before, after, sizes, axes)
         splits.insert(1, spread(shape, agreed, splits, sizes=sizes, axes=axes))
-    found = []
+    changes = []
     for pair in itertools.pairwise(splits):
         digits = digits_of(pair, sizes)
         assert digits is not None, "A split in between agrees with both."
         held = (axis_of_digits(split, digits) for split in pair)
-        found.append(SplitChange(sizes, digits, *held))
-    return tuple(found)
+        changes.append(SplitChange(sizes, digits, *held))
+    return tuple(changes)

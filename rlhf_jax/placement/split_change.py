@@ -165,7 +165,7 @@ def _swap_all(x: jax.Array, steps: Steps, change: SplitChange, names: tuple[str,
 def _exchange(x: jax.Array, steps: Steps, change: SplitChange, names: tuple[str, ...]) -> jax.Array:
     """Send digits from axis to axis, one round for each value of the digits that are swapped."""
     own = [jax.lax.axis_index(name) for name in names]
-    found: jax.Array | None = None
+    result: jax.Array | None = None
     for offsets, pairs in change.rounds():
         part = x
         for swap, offset in zip(steps.swaps, offsets, strict=True):
@@ -174,18 +174,18 @@ def _exchange(x: jax.Array, steps: Steps, change: SplitChange, names: tuple[str,
         part = jax.lax.ppermute(part, names, pairs)
         if not steps.swaps:
             return part
-        if found is None:
+        if result is None:
             shape = list(part.shape)
             for swap in steps.swaps:
                 shape[change.places[swap.old]] = change.sizes[swap.last]
-            found = jnp.zeros(shape, x.dtype)
+            result = jnp.zeros(shape, x.dtype)
         start = [jnp.zeros((), jnp.int32)] * x.ndim
         for swap, offset in zip(steps.swaps, offsets, strict=True):
             value = (own[swap.first] + offset) % change.sizes[swap.last]
             start[change.places[swap.old]] = value
-        found = jax.lax.dynamic_update_slice(found, part, start)
-    assert found is not None, "There is at least one round."
-    return found
+        result = jax.lax.dynamic_update_slice(result, part, start)
+    assert result is not None, "There is at least one round."
+    return result
 
 
 def received(change: SplitChange, size: int) -> int:
@@ -196,11 +196,11 @@ def received(change: SplitChange, size: int) -> int:
     part = size // math.prod(held)
     part //= math.prod(change.radices[digit] for digit, _ in steps.cuts)
     values = math.prod(change.sizes[swap.last] for swap in steps.swaps)
-    found = 0
+    entries = 0
     if steps.turns:
         pairs = [pair for _, pairs in change.rounds() for pair in pairs]
-        found += sum(origin != end for origin, end in pairs) * (part // values)
+        entries += sum(origin != end for origin, end in pairs) * (part // values)
     else:
-        found += count * (part - part // values)
+        entries += count * (part - part // values)
     copies = math.prod(change.radices[digit] for digit, _ in steps.gathers)
-    return found + count * part * (copies - 1)
+    return entries + count * part * (copies - 1)

@@ -49,16 +49,16 @@ def transfer(model: Model, layout: Layout, dtype: DTypeLike | None = None) -> Mo
         return move(model, _places(model, layout), dtype)
     if is_in_place(model, layout, dtype):
         return model
-    found = transfer_ends(model, layout, dtype)
+    moved = transfer_ends(model, layout, dtype)
     layers = transfer_layers(model, layout, dtype)
     if not isinstance(model.layers, dict):
-        return dataclasses.replace(found, layers=tuple(layers))
+        return dataclasses.replace(moved, layers=tuple(layers))
     stacked = None
     for index, layer in enumerate(layers):
         if stacked is None:
             stacked = _empty(layer, depth=model.config.num_layers, layout=layout)
         stacked = _write(stacked, layer, np.int32(index), layout=layout)
-    return dataclasses.replace(found, layers=typed(Layer, stacked))
+    return dataclasses.replace(moved, layers=typed(Layer, stacked))
 
 
 def transfer_layers(

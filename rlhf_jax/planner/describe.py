@@ -79,7 +79,7 @@ def predict_calls(run: PlannedRun, hardware: Hardware) -> list[CallCost]:
     It assumes that samples share no prompt. Drafts and the training of a student are left out. The
     hardware's chip must be known. Calls that train as pipelines have shares of the seconds of both.
     """
-    found = []
+    costs = []
     pipelined = []
     for call in derived.calls(run.config):
         own = run.at(call) or run
@@ -87,5 +87,5 @@ def predict_calls(run: PlannedRun, hardware: Hardware) -> list[CallCost]:
         if own.is_pipelined:
             pipelined.append((call, placed))
         else:
-            found.append(predict_call(placed, call))
-    return found + (joint_training(pipelined).costs if pipelined else [])
+            costs.append(predict_call(placed, call))
+    return costs + (joint_training(pipelined).costs if pipelined else [])

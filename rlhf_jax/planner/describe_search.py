@@ -16,23 +16,23 @@ VARIED = "if chips reach another share of their figures, one at a time:"
 
 def print_search(searched: Searched, variations: list[Variation]) -> None:
     """Print plans side by side: predicted seconds of each stage, and the fullest chip's memory."""
-    *others, found = searched.plans
+    *others, best = searched.plans
     trainings = searched.trainings
     table = [
         f"{line}, {seconds:.2f} s"
-        for line, seconds in zip(found.plan.table(), found.calls.values(), strict=True)
+        for line, seconds in zip(best.plan.table(), best.calls.values(), strict=True)
     ]
-    beside = [f"{plan.name}: {why_not(plan, found)}" for plan in others]
+    beside = [f"{plan.name}: {why_not(plan, best)}" for plan in others]
     varied = "\n".join(map(variation_line, variations))
     rows = [
         *(
             (f"with lag {lag}" if lag else "predicted", "\n".join(plan_lines(searched, lag)))
-            for lag in range(found.lag + 1)
+            for lag in range(best.lag + 1)
         ),
         *(("left out", f"{name}: {reason}") for name, reason in searched.left_out.items()),
         *([("beside it", "\n".join(beside))] if beside else []),
         ("found", "\n".join(table)),
-        ("memory", "\n".join(memory_parts.table(found.parts))),
+        ("memory", "\n".join(memory_parts.table(best.parts))),
         ("weights", "\n".join(map(moved_line, searched.plans))),
         ("gain", gain_of(searched)),
         *([("pipelines", "\n".join(training_lines(trainings)))] if trainings else []),
@@ -59,15 +59,15 @@ def plan_lines(searched: Searched, lag: int) -> list[str]:
 
 def gain_of(searched: Searched) -> str:
     """Describe the gain of the found plan, and the proved bound."""
-    *others, found = searched.plans
+    *others, found_plan = searched.plans
     gap = searched.gap
     proved = f"the best may be {gap:.1%} shorter" if gap else "no plan of this kind is shorter"
     usable = [plan for plan in others if plan.fits]
     if not usable:
         return proved
     best = min(usable, key=lambda plan: plan.step)
-    gain = f"{best.step / found.step:.2f} times as fast as {best.name}; {proved}"
-    return f"{gain}: drawing ahead does not pay" if best.step < found.step else gain
+    gain = f"{best.step / found_plan.step:.2f} times as fast as {best.name}; {proved}"
+    return f"{gain}: drawing ahead does not pay" if best.step < found_plan.step else gain
 
 
 def training_lines(compared: TrainingComparison) -> list[str]:
@@ -126,26 +126,26 @@ def variation_line(one: Variation) -> str:
     return line if one.better < 0.001 else f"{line}; another plan is {one.better:.1%} shorter"
 
 
-def why_not(plan: PricedPlan, found: PricedPlan) -> str:
+def why_not(plan: PricedPlan, best: PricedPlan) -> str:
     """Describe the call in which a plan loses the most time to the found plan."""
     if not plan.fits:
         largest = max(plan.parts, key=lambda part: part.bytes).name
         return f"does not fit, with {plan.gigabytes:.1f} GB a chip, most of it {largest}"
-    more = plan.step - found.step
-    if abs(more) <= 1e-6 * found.step:
+    more = plan.step - best.step
+    if abs(more) <= 1e-6 * best.step:
         return "as fast"
     if more < 0:
         return f"{-more:.2f} s shorter"
     reason = f"{more:.2f} s longer"
-    if plan.lag < found.lag:
+    if plan.lag < best.lag:
         reason += ", as all else waits for generation"
-    extra = [one - other for one, other in zip(plan.stages, found.stages, strict=True)]
+    extra = [one - other for one, other in zip(plan.stages, best.stages, strict=True)]
     stage = memory_parts.STAGE_NAMES[extra.index(max(extra))]
     if max(extra) <= 0:
         return reason
     calls = [call for call in plan.calls if call.endswith(stage)]
-    longer = {call: plan.calls[call] - found.calls[call] for call in calls}
+    longer = {call: plan.calls[call] - best.calls[call] for call in calls}
     call = max(longer, key=lambda name: longer[name])
     if longer[call] <= 0:
         return f"{reason}; calls of {stage} share devices, and wait for each other"
-    return f"{reason}; {call} takes {plan.calls[call]:.2f} s, not {found.calls[call]:.2f} s"
+    return f"{reason}; {call} takes {plan.calls[call]:.2f} s, not {best.calls[call]:.2f} s"

@@ -68,7 +68,7 @@ def best_pipelined(prices: PlanPrices) -> FoundPlan:
     """
     check_pipelined_training(prices.config)
     best = math.inf
-    found = []
+    plans = []
     bounds = []
     for remat, problem in prices.problems.items():
         space = prices.spaces[remat]
@@ -82,12 +82,12 @@ def best_pipelined(prices: PlanPrices) -> FoundPlan:
             if result is not None and result.placed:
                 best = result.seconds
                 plan = space.plan(result.placed)
-                found.append(prices.price(PIPELINED, plan))
-    if not found:
+                plans.append(prices.price(PIPELINED, plan))
+    if not plans:
         raise ValueError(
             f"no stages divide {prices.hardware} and the layers of policy and critic, or none fit"
         )
-    chosen = min(found, key=lambda one: (not one.fits, one.step))
+    chosen = min(plans, key=lambda one: (not one.fits, one.step))
     gap = max(0.0, 1.0 - min(bounds) / chosen.step)
     return FoundPlan(chosen, gap if gap > 1e-9 else 0.0)
 
@@ -123,8 +123,10 @@ def _joint_trainings(space: SearchSpace) -> list[tuple[dict[str, Placement], Joi
         first = part_starts(blocks, space.blocks)[-1] * space.block_devices
         own = dataclasses.replace(space.base, first=first, count=count)
         for policy in policy_pipelines(own, node_chips, space.models):
-            found = placements_of(policy, space.models)
-            placements = {call: one for call, one in found.items() if call in space.calls}
+            placements_found = placements_of(policy, space.models)
+            placements = {
+                call: one for call, one in placements_found.items() if call in space.calls
+            }
             if placements:
                 ways.append((placements, space.joint(placements)))
     return sorted(ways, key=lambda pair: pair[1].quick_least)

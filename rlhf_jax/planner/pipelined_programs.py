@@ -191,11 +191,11 @@ def _summed_copies(
     layout = learner.settings.layout
     held = held_bytes(weights)
     parts = [stages.model_of_copy(weights, copy, learner) for copy in copies]
-    found = [Gradient(part, {}) for part in parts]  # without the metrics
+    gradients = [Gradient(part, {}) for part in parts]  # without the metrics
     yield CallProgram(
         call,
         "sum of copies",
-        lambda execute, _: stages.sum_copies(found, layout, execute),
+        lambda execute, _: stages.sum_copies(gradients, layout, execute),
         Predicted(held, received=received_bytes("all-reduce", held, len(copies))),
         resident=resident,
         depth=calls.model(call).num_layers,

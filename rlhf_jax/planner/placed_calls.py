@@ -65,11 +65,11 @@ class CallProgram(NamedTuple):
         def execute(function: jax.stages.Wrapped, *arguments: Any, **options: Any) -> Any:
             """Trace a program instead of running it, and return its results as shapes."""
             traced.append(function.trace(*arguments, **options))
-            found = traced[-1].out_info
-            if isinstance(found, Gradient) and "layout" in options:  # the sharding of sums
-                places = model_shardings(found, options["layout"])
-                return shapes.placed(found, places)
-            return found
+            results = traced[-1].out_info
+            if isinstance(results, Gradient) and "layout" in options:  # the sharding of sums
+                places = model_shardings(results, options["layout"])
+                return shapes.placed(results, places)
+            return results
 
         self.run(execute, depth)
         return traced[-1]
@@ -143,8 +143,8 @@ class PlacedCalls:
 
     def parts(self, call: str) -> list[Part]:
         """Return the parts of memory on the fullest of a call's devices."""
-        found = estimate.by_group(self.config, self.models, self.plan, self.layouts, self.remat)
-        there = [parts for calls, parts in found if call in calls]
+        groups = estimate.by_group(self.config, self.models, self.plan, self.layouts, self.remat)
+        there = [parts for calls, parts in groups if call in calls]
         return max(there, key=lambda parts: memory_parts.peak(parts)[1])
 
     def always(self, call: str, named: Collection[str] = (), but: str = "") -> int:

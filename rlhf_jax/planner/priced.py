@@ -170,16 +170,16 @@ class PlanPrices:
         limit: CPU seconds.
         """
         bounds = []
-        found = [one for one in known if one.fits]
+        plans = [one for one in known if one.fits]
         for remat, problem in self.problems.items():
-            below = min((one.step for one in found if one.fits), default=math.inf)
+            below = min((one.step for one in plans if one.fits), default=math.inf)
             result = search(problem, below, limit / len(self.problems))
             if result is not None:
                 bounds.append(result.bound)
             if result is not None and result.placed:
-                found.append(self.price("found", self.spaces[remat].plan(result.placed)))
-        if not found:
+                plans.append(self.price("found", self.spaces[remat].plan(result.placed)))
+        if not plans:
             return None
-        best = min(found, key=lambda one: (not one.fits, one.step))
+        best = min(plans, key=lambda one: (not one.fits, one.step))
         gap = max(0.0, 1.0 - min(bounds, default=best.step) / best.step)
         return FoundPlan(best._replace(name="found"), gap if gap > 1e-9 else 0.0)

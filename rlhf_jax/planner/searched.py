@@ -47,14 +47,14 @@ class Variation(NamedTuple):
     @property
     def gain(self) -> float:
         """Return the speed of the found plan over that one."""
-        *_, found = self.steps.values()
-        return self.steps[self.other] / found
+        *_, best = self.steps.values()
+        return self.steps[self.other] / best
 
     @property
     def better(self) -> float:
         """Return the share of the found plan's step by which another plan is shorter."""
-        *_, found = self.steps.values()
-        return max(0.0, 1.0 - self.best / found)
+        *_, step = self.steps.values()
+        return max(0.0, 1.0 - self.best / step)
 
 
 class Searched(NamedTuple):

@@ -136,11 +136,11 @@ def _columns(
         "values": "critic" in scorers,
         "top_k_ids": bool(config.generation.top_k),
     }
-    found = {}
+    columns = {}
     for name in reads:
         column = declaration(name)
         width = (config.generation.top_k,) if name == "top_k_ids" else ()
         size = (*shapes[column.per], *width)
         if made.get(name, True):
-            found[name] = jnp.zeros(size, column.dtype)
-    return found
+            columns[name] = jnp.zeros(size, column.dtype)
+    return columns

@@ -46,13 +46,13 @@ def topology_devices(hardware: Hardware) -> list[Any]:
             f"--verify compiles for TPUs and GPUs, and nothing here compiles for {hardware}: leave"
             " it out, or name TPUs or GPUs."
         )
-    found = find(hardware)
-    if len(found) != hardware.count:
+    devices = find(hardware)
+    if len(devices) != hardware.count:
         raise ValueError(
-            f"The compiler sees {len(found)} devices in {hardware.topology}, and plans here are for"
+            f"The compiler sees {len(devices)} devices in {hardware.topology}, but plans are for"
             f" {hardware.count}: leave --verify out."
         )
-    return found
+    return devices
 
 
 def compiler_version(platform: str) -> str:
@@ -83,13 +83,13 @@ def _chips_of(topology: str) -> list[Any]:
     kind = topology.partition(":")[0]
     known = TOPOLOGIES[TPUS[kind.replace("tpu7", "v7")].torus_axes]
     try:
-        found = topologies.get_topology_desc(topology, "tpu", **CHIP_CONFIGS.get(kind, {}))
+        description = topologies.get_topology_desc(topology, "tpu", **CHIP_CONFIGS.get(kind, {}))
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(
             f"The TPU's compiler knows no {topology} ({str(error).partition(':')[2].strip()});"
             f" it knows {', '.join(f'{kind}:{shape}' for shape in known)}."
         ) from error
-    return list(found.devices)
+    return list(description.devices)
 
 
 def _gpus(hardware: Hardware) -> list[Any]:
@@ -116,7 +116,7 @@ def _gpus_of(target: Path, shape: str) -> list[Any]:
 
     jax_internals.load_cuda_plugin()
     try:
-        found = topologies.get_topology_desc(
+        description = topologies.get_topology_desc(
             shape, "cuda", topology=shape, target_config=target.read_text()
         )
     except jax.errors.JaxRuntimeError as error:
@@ -124,7 +124,7 @@ def _gpus_of(target: Path, shape: str) -> list[Any]:
         raise ValueError(
             f"The GPU's compiler knows no {shape} of {target.stem}: {message}"
         ) from error
-    return list(found.devices)
+    return list(description.devices)
 
 
 FINDERS: dict[str, Callable[[Hardware], list[Any]]] = {"tpu": _tpus, "gpu": _gpus}

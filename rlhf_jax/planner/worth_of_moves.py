@@ -42,7 +42,7 @@ def rows_of_worth(config: Config, planned: Planned, lengths: Percentiles) -> lis
     prompt = min(lengths.prompt, float(config.data.max_prompt_tokens))
     group = config.generation.samples_per_prompt
     luck = np.random.default_rng(config.seed)
-    found: dict[str, list[Outcome]] = {}
+    outcomes_by_name: dict[str, list[Outcome]] = {}
     bounds = []
     for _ in range(DRAWS):
         before, total = (
@@ -52,9 +52,9 @@ def rows_of_worth(config: Config, planned: Planned, lengths: Percentiles) -> lis
         policies = _policies(before, total, slices, group, limit)
         for name, policy in policies.items():
             outcome = simulate(machine, slices, total, prompt, policy)
-            found.setdefault(name, []).append(outcome)
+            outcomes_by_name.setdefault(name, []).append(outcome)
         bounds.append(lower_bound(machine, total, slices, prompt))
-    lines = [_line(name, outcomes) for name, outcomes in found.items()]
+    lines = [_line(name, outcomes) for name, outcomes in outcomes_by_name.items()]
     lines.append(f"{np.mean(bounds):8.1f} s  lower bound of any placement")
     about = f"a stage of {derived.samples(config):,} responses over {slices} slices"
     cut = float(np.interp(limit, lengths.tokens, lengths.percentiles))

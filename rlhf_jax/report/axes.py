@@ -122,7 +122,7 @@ def target(frame: Frame, left: float, right: float, text: str, rows: str = 'heig
 
 def spikes(line: Series, frame: Frame) -> str:
     """Write the greatest and the least value if they are outside the chart."""
-    found = [
+    outside = [
         (int(line.values.argmax()), -7, "↑"),
         (int(line.values.argmin()), frame.height - 6, "↓"),
     ]
@@ -130,7 +130,7 @@ def spikes(line: Series, frame: Frame) -> str:
     return "".join(
         f'<text class="tick" x="{percent(frame.x(line.steps[index]))}" y="{at}" '
         f'text-anchor="start" dx="-4">{arrow} {reading(line.values[index])}</text>'
-        for index, at, arrow in found
+        for index, at, arrow in outside
         if not frame.bottom - slack <= line.values[index] <= frame.top + slack
     )
 

@@ -58,7 +58,7 @@ def write_comparison(workdirs: Sequence[str | pathlib.Path], path: pathlib.Path)
     differences = _differences(runs)
     parting = _parting(folders)
     last = [run.samples[-1][1] if run.samples else [] for run in runs]
-    found = Comparison(
+    comparison = Comparison(
         names,
         differences,
         configs="" if differences else _alike(runs),
@@ -69,8 +69,8 @@ def write_comparison(workdirs: Sequence[str | pathlib.Path], path: pathlib.Path)
         charts=_charts(runs, names),
         pairs=shown_pairs(names, paired(*last)),
     )
-    write_atomically(path, rendered("comparison.html", **found._asdict(), smoothed=SMOOTHED))
-    return found
+    write_atomically(path, rendered("comparison.html", **comparison._asdict(), smoothed=SMOOTHED))
+    return comparison
 
 
 def _names(workdirs: Sequence[str | pathlib.Path]) -> list[str]:
@@ -88,13 +88,13 @@ def _differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     """Return the differences of the runs with each run's value: config keys, own code."""
     recorded = all(run.code is not None for run in runs)
     settings = [_settings(run.config, (run.code or {}) if recorded else {}) for run in runs]
-    found = []
+    differences = []
     for key in dict.fromkeys(key for one in settings for key in one):
         values = [one.get(key) for one in settings]
         if len(set(map(repr, values))) > 1:
             empty = (None, "", [], {})
-            found.append((key, ["—" if value in empty else str(value) for value in values]))
-    return found
+            differences.append((key, ["—" if value in empty else str(value) for value in values]))
+    return differences
 
 
 def _settings(config: Mapping[str, Any], code: Mapping[str, str]) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def _alike(runs: Sequence[RunRecord]) -> str:
 
 def _figures(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     """Return the steps of each run, and the last values of measures and of LAST_FIGURES."""
-    found = [("steps", [f"{len(run.metrics):,}" for run in runs])]
+    figures = [("steps", [f"{len(run.metrics):,}" for run in runs])]
     measures = dict.fromkeys(key for run in runs for row in run.evaluations for key in row)
     for key in (*filter(is_measure, measures), *LAST_FIGURES):
         rows = [run.evaluations if key.startswith("eval/") else run.metrics for run in runs]
@@ -130,8 +130,8 @@ def _figures(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
         if key in LAST_FIGURES:
             lines = [smooth(line) if len(line) else line for line in lines]
         if any(map(len, lines)):
-            found.append((key, [reading(float(line[-1])) if len(line) else "" for line in lines]))
-    return found
+            figures.append((key, [reading(float(line[-1])) if len(line) else "" for line in lines]))
+    return figures
 
 
 def _charts(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Chart]:

@@ -88,14 +88,14 @@ def table(rows: list[Row]) -> list[dict[str, str]]:
     sums = _summed(rows, lambda row: (row["drafter"], row["drafts"], row["strategy"]))
     ranked = sorted(sums.items(), key=lambda item: -item[1]["rounds"])
     every = sum(figures["rounds"] for figures in sums.values())
-    found = [
+    table_rows = [
         _outcome(strategy_label(key[-1]), key[-1], figures, every)
         for key, figures in ranked[:NAMED]
     ]
     if rare := [figures for _, figures in ranked[NAMED:]]:
         together = sum(rare, collections.Counter())
-        found.append(_outcome(f"{len(rare)} others", "", figures=together, every=every))
-    return found
+        table_rows.append(_outcome(f"{len(rare)} others", "", figures=together, every=every))
+    return table_rows
 
 
 def _by_live_rows(rows: list[Row], kinds: dict[str, str]) -> Chart:
@@ -154,11 +154,13 @@ def _readable(drafter: str) -> str:
 
 def _shares(rows: list[Row], kinds: dict[str, str]) -> Chart:
     """Draw each drafter's share of a step's rounds, for the drafters with the most steps."""
-    found = [(name, [row for row in rows if f"strategy/share_{name}" in row]) for name in kinds]
-    most = max((len(own) for _, own in found), default=0)
+    by_drafter = [
+        (name, [row for row in rows if f"strategy/share_{name}" in row]) for name in kinds
+    ]
+    most = max((len(own) for _, own in by_drafter), default=0)
     drawn = []
     layers = []
-    for name, own in found:
+    for name, own in by_drafter:
         line = series(own, f"strategy/share_{name}", _readable(name))
         if len(own) == most and line:
             drawn.append(kinds[name])

@@ -246,20 +246,20 @@ def shown_pairs(
 
     The first sample of each prompt comes first, then the second.
     """
-    found = [
+    pairs_of = [
         (str(row[0].get("prompt", "")), [*zip(names, map(_shown, row), strict=True)])
         for row in rows[:: -(-len(rows) // PAIRS) or 1]
     ]
-    prompts = [prompt for prompt, _ in found]
-    order = sorted(range(len(found)), key=lambda index: prompts[:index].count(prompts[index]))
-    return [found[index] for index in order]
+    prompts = [prompt for prompt, _ in pairs_of]
+    order = sorted(range(len(pairs_of)), key=lambda index: prompts[:index].count(prompts[index]))
+    return [pairs_of[index] for index in order]
 
 
 def _terms(run: RunRecord) -> dict[str, str]:
     """Return the keys of the means of the reward's terms, with their names."""
     keys = dict.fromkeys(key for row in run.metrics for key in row)
-    found = {key: re.fullmatch(r"reward/([^/]+)/mean", key) for key in keys}
-    return {key: match[1] for key, match in found.items() if match}
+    matches = {key: re.fullmatch(r"reward/([^/]+)/mean", key) for key in keys}
+    return {key: match[1] for key, match in matches.items() if match}
 
 
 def _before_after(

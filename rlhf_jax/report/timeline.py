@@ -68,8 +68,8 @@ def picture(run: RunRecord) -> Chart | None:
         ("training", "training", "training"),
         ("exchange", "mark", "samples came"),
     )
-    found = [(kind, text) for event, kind, text in others if event in trace.kind]
-    legend = (*zip(_classes(bounds), sizes, strict=True), *found, ("idle", "idle"))
+    other_kinds = [(kind, text) for event, kind, text in others if event in trace.kind]
+    legend = (*zip(_classes(bounds), sizes, strict=True), *other_kinds, ("idle", "idle"))
     note = f"seconds; a lane a slice{some}"
     if _kind_of_lanes(trace) == "lanes":
         note = f"seconds; a lane a slice, or the devices of other calls{some}"
@@ -146,9 +146,9 @@ def _lanes(trace: Trace, shown: np.ndarray, right: float, bounds: list[int]) -> 
 def _fitting(draw: Callable[[int], list[list]], most: int) -> list[list]:
     """Draw in MOST_COLUMNS, or half of that and so on, until the total is within the limit."""
     columns = MOST_COLUMNS
-    while sum(map(len, found := draw(columns))) > most and columns > 1:
+    while sum(map(len, drawn := draw(columns))) > most and columns > 1:
         columns //= 2
-    return found
+    return drawn
 
 
 def _within(part: Trace, chosen: np.ndarray, weights: np.ndarray, edges: np.ndarray) -> np.ndarray:

@@ -148,12 +148,12 @@ def means_of(numbers: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
     """Return the mean of each further number, and the count of non-finite ones."""
     means = {}
     for name in sorted({one for own in numbers.values() for one in own}):
-        found = np.array([own[name] for own in numbers.values() if name in own])
-        finite = found[np.abs(found) <= LARGEST]
+        values = np.array([own[name] for own in numbers.values() if name in own])
+        finite = values[np.abs(values) <= LARGEST]
         if finite.size:
             means[name] = float(np.mean(finite))
-        if finite.size < found.size:
-            means[f"{name}/failed"] = float(found.size - finite.size)
+        if finite.size < values.size:
+            means[f"{name}/failed"] = float(values.size - finite.size)
     return means
 
 
@@ -163,12 +163,12 @@ def _with_known(
     """Score the responses without known results, and join both."""
     rest = [index for index in range(len(responses)) if index not in known]
     try:
-        found = scorer([responses[index] for index in rest]) if rest else as_scores([])
+        scored = scorer([responses[index] for index in rest]) if rest else as_scores([])
     except Broken as broken:
         if not known:
             raise
-        found = broken.scores
-    fresh = {index: found.result(place) for place, index in enumerate(rest)}
+        scored = broken.scores
+    fresh = {index: scored.result(place) for place, index in enumerate(rest)}
     joined = {**known, **fresh}
     return as_scores([joined[index] for index in range(len(responses))])
 
@@ -196,12 +196,12 @@ def in_order(
     parts: Sequence[Sequence[int]], results: Iterable[Iterable[RewardResult]]
 ) -> list[RewardResult]:
     """Return results in the order of the responses; parts: the indices of each part."""
-    found = {
+    by_index = {
         index: result
         for part, own in zip(parts, results, strict=True)
         for index, result in zip(part, own, strict=True)
     }
-    return [found[index] for index in range(len(found))]
+    return [by_index[index] for index in range(len(by_index))]
 
 
 def failure(result: float | RewardResult) -> str:

@@ -97,8 +97,8 @@ def model_scorer(reward_model: RewardModel, layout: Layout = ONE_DEVICE) -> Scor
         nonlocal works
         parts, failures = start_scoring(reward_model, responses, layout)
         results: dict[int, float | str] = {**failures}
-        found = to_host.fetch([scored for _, scored in parts])
-        for (chosen, _), scored in zip(parts, found, strict=True):
+        fetched_scores = to_host.fetch([scored for _, scored in parts])
+        for (chosen, _), scored in zip(parts, fetched_scores, strict=True):
             # The last rows of `scored` may be padding.
             results |= zip(chosen, scored.tolist(), strict=False)
         scores = as_scores([results[index] for index in range(len(responses))])

@@ -34,7 +34,7 @@ class Logged:
 
     def means(self) -> dict[str, float]:
         """Return the mean of each name; NaN if any of its numbers is invalid."""
-        return {name: sum(found) / len(found) for name, found in self._found.items()}
+        return {name: sum(values) / len(values) for name, values in self._found.items()}
 
 
 def results_of(alone: bool, value: Any, count: int, logged: Logged) -> list[RewardResult]:
@@ -44,14 +44,14 @@ def results_of(alone: bool, value: Any, count: int, logged: Logged) -> list[Rewa
     """
     if alone:
         return [_result(value)]
-    found = value.tolist() if hasattr(value, "tolist") else value
-    is_list = isinstance(found, Sequence) and not isinstance(found, TEXTS)
-    if not is_list or len(found) != count:
-        size = f" of {len(found)}" if is_list else ""
-        reason = f"gave a {type(found).__name__}{size} instead of a list of {count} floats"
+    values = value.tolist() if hasattr(value, "tolist") else value
+    is_list = isinstance(values, Sequence) and not isinstance(values, TEXTS)
+    if not is_list or len(values) != count:
+        size = f" of {len(values)}" if is_list else ""
+        reason = f"gave a {type(values).__name__}{size} instead of a list of {count} floats"
         return [reason] * count
     # In TRL a reward that does not apply to a response is None, and adds nothing.
-    items = [found[index] for index in range(count)]
+    items = [values[index] for index in range(count)]
     results = [_result(0.0 if item is None else item) for item in items]
     for index, result in enumerate(results):
         # The numbers are of the call, so they need a single score.

@@ -24,11 +24,11 @@ def shared_out(scorer: Scorer) -> Scorer:
             return broken.scores, str(broken)
 
     def score(responses: Sequence[Response]) -> Scores:
-        found = distributed.gather_results(lambda: score_share(responses))
-        broken = [Broken(words, scores) for scores, words in found if words is not None]
+        gathered = distributed.gather_results(lambda: score_share(responses))
+        broken = [Broken(words, scores) for scores, words in gathered if words is not None]
         if broken and sum(len(one.scores.values) for one in broken) == len(responses):
             raise broken[0]
-        own = [map(scores.result, range(len(scores.values))) for scores, _ in found]
+        own = [map(scores.result, range(len(scores.values))) for scores, _ in gathered]
         return as_scores(in_order(_shares(responses), own))
 
     return score

@@ -103,13 +103,13 @@ def _parameters_of(function: Callable[..., Any]) -> Parameters:
     if inspect.isbuiltin(function):
         return Parameters({}, any_position=True, any_name=False)
     try:
-        found = inspect.signature(function).parameters
+        parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return Parameters({}, any_position=True, any_name=False)
-    kinds = {one.kind for one in found.values()}
+    kinds = {one.kind for one in parameters.values()}
     positions = inspect.Parameter.VAR_POSITIONAL
     names = inspect.Parameter.VAR_KEYWORD
-    named = {name: one for name, one in found.items() if one.kind not in (positions, names)}
+    named = {name: one for name, one in parameters.items() if one.kind not in (positions, names)}
     return Parameters(named, positions in kinds, names in kinds)
 
 
@@ -233,7 +233,7 @@ def _verl(form: Form, responses: Sequence[Response]) -> dict[str, Any]:
     Source: NaiveRewardManager and BatchRewardManager in verl/workers/reward_manager.
     """
     of_rollout = {"num_turns": None, "rollout_reward_scores": {}}
-    found = [
+    arguments_of = [
         {
             "data_source": _cell(response.row, "data_source"),
             "solution_str": response.response,
@@ -243,8 +243,8 @@ def _verl(form: Form, responses: Sequence[Response]) -> dict[str, Any]:
         for response in responses
     ]
     if form is not Form.BATCH:
-        return found[0]
-    return {f"{name}s": [one[name] for one in found] for name in OF_VERL}
+        return arguments_of[0]
+    return {f"{name}s": [one[name] for one in arguments_of] for name in OF_VERL}
 
 
 def _cell(row: Mapping[str, Any], name: str) -> Any:

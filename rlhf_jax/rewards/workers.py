@@ -104,8 +104,8 @@ class Workers:
 
     def close(self) -> None:
         """End all processes and drop all calls; a later call starts new ones."""
-        for found in (self._calls, self._waiting, self._alone, self._results, self._begun):
-            found.clear()
+        for state in (self._calls, self._waiting, self._alone, self._results, self._begun):
+            state.clear()
         self._early.clear()
         while self._children:
             self._end(self._children[-1])
@@ -149,12 +149,12 @@ class Workers:
         There are none if the reward never returned a number; a call then reports that.
         """
         self._wait_while(lambda: any(number in self._calls for number in self._begun))
-        found: dict[int, RewardResult] = {}
+        results: dict[int, RewardResult] = {}
         for number, keys in self._begun.items():
-            found |= zip(keys, self._results.pop(number), strict=True)
+            results |= zip(keys, self._results.pop(number), strict=True)
         self._begun.clear()
         self._early.clear()
-        return found if self._works else {}
+        return results if self._works else {}
 
     def _enqueue(self, responses: list[Response]) -> int:
         number = next(self._numbers)

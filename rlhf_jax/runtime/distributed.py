@@ -71,8 +71,8 @@ def signer() -> Signer:
     own = secrets.token_bytes(32)
     _lay(f"{FRESH} of {rank()}", own, first)
     if leads():
-        found = [_wait(f"{FRESH} of {other}", bytes, MEETING, first) for other in range(count())]
-        _lay(FRESH, found, first)
+        words = [_wait(f"{FRESH} of {other}", bytes, MEETING, first) for other in range(count())]
+        _lay(FRESH, words, first)
     fresh = _wait(FRESH, list, 2 * MEETING, first) or []
     others = [other for other, its in enumerate(fresh) if its is None]
     if others or len(fresh) != count() or fresh[rank()] != own:
@@ -141,8 +141,8 @@ def _exchange(message: bytes) -> list[Any]:
         words = [f"{folder}/{number}/{other}" for other in range(count())]
         publish(f"{folder}/{number}/all", [_await(word, bytes) for word in words])
         delete_published(f"{folder}/{number - 1}")  # all have read it, since they sent the next one
-    found = _await(f"{folder}/{number}/all", list)
-    return [messages.decode(reply, EXCHANGE) for reply in found]
+    replies = _await(f"{folder}/{number}/all", list)
+    return [messages.decode(reply, EXCHANGE) for reply in replies]
 
 
 def _exchange_by_devices(name: str, message: bytes) -> list[Any]:
@@ -164,14 +164,14 @@ def _exchange_by_devices(name: str, message: bytes) -> list[Any]:
         rest = np.zeros(1 << (max(sizes) - FIRST - 1).bit_length(), np.uint8)
         rest[: max(0, len(own) - FIRST)] = own[FIRST:]
         bodies = np.concatenate([bodies, multihost_utils.process_allgather(rest)], axis=1)
-    found = []
+    values = []
     for sender, (body, size) in enumerate(zip(bodies, sizes, strict=True)):
         try:
             signed = signer().check(name, body[:size].tobytes(), sender)
         except signing.ForgedWord as error:
             raise ValueError(f"What came as {name} is not of rank {sender}: {error}.") from None
-        found.append(messages.decode(signed, EXCHANGE))
-    return found
+        values.append(messages.decode(signed, EXCHANGE))
+    return values
 
 
 def broadcast(value: T, root: int = LEADER) -> T:
@@ -243,10 +243,10 @@ def read_published(name: str, kind: type[T]) -> T | None:
     which names the channel, for any other value.
     """
     try:
-        found = _client().key_value_try_get_bytes(name) if started() else None
+        signed = _client().key_value_try_get_bytes(name) if started() else None
     except jax.errors.JaxRuntimeError:  # the service reports absence only as an error
         return None
-    return None if found is None else _read(name, found, kind, signer())
+    return None if signed is None else _read(name, signed, kind, signer())
 
 
 def _read(name: str, word: bytes, kind: type[T], signer: Signer) -> T | None:
@@ -300,10 +300,10 @@ def publish_if_absent(name: str, value: T) -> T:
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         _client().key_value_set_bytes(name, signer().sign(name, messages.encode(value)))
     word = _client().blocking_key_value_get_bytes(name, int(PATIENCE * 1000))
-    found = _read(name, word, type(value), signer())
-    if found is None:
+    present = _read(name, word, type(value), signer())
+    if present is None:
         raise ValueError(f"The run ends, since others wrote at {_channel(name)}.")
-    return found
+    return present
 
 
 def delete_published(folder: str) -> None:

@@ -28,11 +28,11 @@ class Registry(dict[str, T]):
     def __missing__(self, name: str) -> T:
         if not is_of_file(name):
             raise KeyError(name)
-        found = load_named(name, self._key)
-        if refusal := self._check(found):
+        loaded = load_named(name, self._key)
+        if refusal := self._check(loaded):
             raise ValueError(f"{self._key} {name!r} {refusal}.")
-        self[name] = found
-        return found
+        self[name] = loaded
+        return loaded
 
     def require(self, name: str) -> None:
         """Raise ValueError, in one sentence, if there is nothing of that name."""

@@ -37,8 +37,8 @@ class Verdict(NamedTuple):
 
 def read_verdict(words: str) -> Verdict | None:
     """Return why XLA ends this process, from its output; None if that is something else."""
-    _, found, words = words.rpartition(FATAL)
-    if not found:
+    _, fatal, words = words.rpartition(FATAL)
+    if not fatal:
         return None
     if unheard := UNHEARD.search(words):
         return Verdict(unheard=tuple(map(int, unheard[1].split())))

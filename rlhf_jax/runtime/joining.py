@@ -108,13 +108,13 @@ def _bind_address(coordinator: str) -> str | None:
     if not host or "JAX_COORDINATOR_BIND_ADDRESS" in os.environ:
         return None
     try:
-        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
-        for family, kind, _, _, address in found:
+        addresses = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+        for family, kind, _, _, address in addresses:
             with socket.socket(family, kind) as trial:
                 trial.bind((address[0], 0))
     except OSError:
         return None
-    loopback = all(str(address[0]).startswith(("127.", "::1")) for *_, address in found)
+    loopback = all(str(address[0]).startswith(("127.", "::1")) for *_, address in addresses)
     return None if loopback else coordinator
 
 

@@ -146,8 +146,8 @@ class _Mirror:
                 same = path.is_file() and path.stat().st_size == size
                 same = same and (steps is None or step in steps)
                 self._sent[name] = _mark(path) if same else (-1, 0)
-            found = {step for name in self._sent if (step := _step_of(name))}
-            self._write_index(sorted(found if steps is None else steps))
+            steps_sent = {step for name in self._sent if (step := _step_of(name))}
+            self._write_index(sorted(steps_sent if steps is None else steps))
 
     def keep_sending(self, stop: threading.Event) -> None:
         """Send changes at intervals, until the event is set."""
@@ -161,9 +161,9 @@ class _Mirror:
 
     def send(self) -> None:
         """Send changed files, then the list of complete checkpoints, then remove deleted files."""
-        found = self._own_files()
-        changed = [name for name, mark in found.items() if self._sent.get(name) != mark]
-        gone = self._sent.keys() - found.keys()
+        files = self._own_files()
+        changed = [name for name, mark in files.items() if self._sent.get(name) != mark]
+        gone = self._sent.keys() - files.keys()
         if not changed and not gone:
             return
         with self._one_sentence("read"):
@@ -174,12 +174,12 @@ class _Mirror:
                 f" another workdir; what it has done is in {self._folder}."
             )
         with self._one_sentence("written"):
-            steps = {_step_of(name) for name in found} - {None}
+            steps = {_step_of(name) for name in files} - {None}
             # Checkpoints first: the lines of all their steps come after them.
             for name in sorted(changed, key=lambda name: _step_of(name) is None):
                 try:
                     self._files.put_file(str(self._folder / name), f"{self._root}/{name}")
-                    self._sent[name] = found[name]
+                    self._sent[name] = files[name]
                 except FileNotFoundError:  # removed meanwhile
                     steps.discard(_step_of(name))
             self._write_index(sorted(step for step in steps if step is not None))
@@ -190,7 +190,7 @@ class _Mirror:
 
     def _own_files(self) -> dict[str, tuple[int, int]]:
         """Return the files of the copy, with their marks, except unfinished ones."""
-        found = {}
+        files = {}
         # A folder that is removed meanwhile is skipped, which `rglob` would not do.
         paths = [Path(place) / name for place, _, names in os.walk(self._folder) for name in names]
         for path in paths:
@@ -200,14 +200,16 @@ class _Mirror:
             unfinished = in_folder and _step_of(name) is None
             if name != INDEX and path.suffix != ".new" and not unfinished:
                 with contextlib.suppress(FileNotFoundError):
-                    found[name] = _mark(path)
-        return found
+                    files[name] = _mark(path)
+        return files
 
     def _list(self) -> dict[str, int]:
         """Return the sizes of the files at the URL."""
         self._files.invalidate_cache()
-        found = self._files.find(self._root, detail=True)
-        sizes = {place[len(self._root) :].lstrip("/"): one["size"] for place, one in found.items()}
+        listing = self._files.find(self._root, detail=True)
+        sizes = {
+            place[len(self._root) :].lstrip("/"): one["size"] for place, one in listing.items()
+        }
         sizes.pop(INDEX, None)
         return sizes
 
@@ -261,5 +263,5 @@ def _step_of(name: str) -> int | None:
 
 def _mark(path: Path) -> tuple[int, int]:
     """Return a file's size and its time in ns, which change with it."""
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns

@@ -69,9 +69,9 @@ def to_leader(tree: Any) -> Any:
         out = np.empty(leaf.shape, leaf.dtype) if distributed.leads() else None
         step = -(-leaf.shape[0] // pieces)
         for start in range(0, leaf.shape[0], step):
-            found = _read_by_leader(leaf[start : start + step])
+            piece = _read_by_leader(leaf[start : start + step])
             if out is not None:
-                out[start : start + step] = found
+                out[start : start + step] = piece
         leaves[place] = out
     return jax.tree.unflatten(kind, leaves)
 

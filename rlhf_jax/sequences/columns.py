@@ -79,11 +79,11 @@ def check_column(name: str, array: Array, shapes: Mapping[str, tuple[int, ...]])
     """Raise ValueError if a column is not as declared; shapes: by `Column.per`."""
     declared = declaration(name)
     shape = shapes[declared.per]
-    found = tuple(np.shape(array))
-    fits = found[: len(shape)] == shape and len(found) == len(shape) + declared.width
+    actual = tuple(np.shape(array))
+    fits = actual[: len(shape)] == shape and len(actual) == len(shape) + declared.width
     if not fits or (declared.dtype and array.dtype != declared.dtype):
         more = " and one more axis" * declared.width
         raise ValueError(
             f"Column {name!r} must be {declared.dtype}{list(shape)}{more}; it is"
-            f" {array.dtype}{list(found)}."
+            f" {array.dtype}{list(actual)}."
         )

@@ -139,10 +139,12 @@ def line_lengths(
     return (short, most) if short < most else (most,)
 
 
-def unpack(found: Sequence[tuple[Packed, np.ndarray]], shape: tuple[int, ...]) -> np.ndarray:
+def unpack(
+    packed_numbers: Sequence[tuple[Packed, np.ndarray]], shape: tuple[int, ...]
+) -> np.ndarray:
     """Return values [S, W] of batches as an array [B, T] float32, 0 if there is none."""
     array = np.zeros(shape, np.float32)
-    for packed, numbers in found:
+    for packed, numbers in packed_numbers:
         mask = packed.batch.mask
         array.put(packed.source[mask], numbers[mask])
     return array
@@ -164,13 +166,13 @@ def _whole_blocks(tokens: int, block: int) -> int:
 def _samples(batch: Sequences) -> list[_Sample]:
     """Return the sequences with predicted tokens."""
     numbers: dict[bytes, int] = {}
-    found = []
+    samples = []
     for row in np.flatnonzero(batch.mask.any(axis=1)):
         predicted = np.flatnonzero(batch.mask[row])
         prompt = batch.tokens[row, : predicted[0]].tobytes()
         number = numbers.setdefault(prompt, len(numbers))
-        found.append(_Sample(int(row), number, predicted))
-    return found
+        samples.append(_Sample(int(row), number, predicted))
+    return samples
 
 
 def _tokens(samples: Sequence[_Sample]) -> int:
@@ -243,13 +245,13 @@ def _that_fit(samples: list[_Sample], free: np.ndarray) -> list[_Sample]:
     """Return the samples of one prompt that fit into a line, in order."""
     tokens, predicted = free.tolist()
     tokens -= samples[0].prompt_tokens
-    found = []
+    fitting = []
     for one in samples:
         if one.own_tokens <= tokens and len(one.predicted) <= predicted:
-            found.append(one)
+            fitting.append(one)
             tokens -= one.own_tokens
             predicted -= len(one.predicted)
-    return found
+    return fitting
 
 
 def _lay_out(
@@ -292,10 +294,10 @@ def _laid(laid: Packed, name: str, column: Array, shares: list[list[_Sample]]) -
         return column
     if per == "token":
         return laid.take(column)
-    found = np.zeros((*laid.batch.groups.shape, *column.shape[1:]), column.dtype)
+    column_laid = np.zeros((*laid.batch.groups.shape, *column.shape[1:]), column.dtype)
     for shard, share in enumerate(shares):
-        found[shard, : len(share)] = column[[one.row for one in share]]
-    return found
+        column_laid[shard, : len(share)] = column[[one.row for one in share]]
+    return column_laid
 
 
 def _fill_line(

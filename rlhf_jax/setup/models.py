@@ -45,7 +45,7 @@ def learning_rates(config: Config) -> dict[str, optax.ScalarOrSchedule]:
     critic = config.critic
     of_update = training.epochs * training.minibatches
     steps = config.steps * of_update
-    found: dict[str, optax.ScalarOrSchedule] = {}
+    rates: dict[str, optax.ScalarOrSchedule] = {}
     of_policy = scheduled(
         training.learning_rate,
         training.warmup_steps,
@@ -54,10 +54,10 @@ def learning_rates(config: Config) -> dict[str, optax.ScalarOrSchedule]:
     )
     of_critics = scheduled(critic.learning_rate, critic.warmup_steps, training.schedule, steps)
     if derived.trains(config, "policy"):
-        found["policy"] = of_policy
+        rates["policy"] = of_policy
     else:
         of_critics = of_policy
-    return found | dict.fromkeys(derived.trained_critics(config), of_critics)
+    return rates | dict.fromkeys(derived.trained_critics(config), of_critics)
 
 
 def make_optimizers(spec: RunSpec) -> dict[str, optax.GradientTransformation | None]:
@@ -67,14 +67,14 @@ def make_optimizers(spec: RunSpec) -> dict[str, optax.GradientTransformation | N
     make = functools.partial(
         make_optimizer, max_grad_norm=training.max_grad_norm, weight_decay=training.weight_decay
     )
-    found: dict[str, optax.GradientTransformation | None] = {"policy": None}
-    found |= {role: make(rate) for role, rate in learning_rates(config).items()}
+    optimizers: dict[str, optax.GradientTransformation | None] = {"policy": None}
+    optimizers |= {role: make(rate) for role, rate in learning_rates(config).items()}
     if spec.student is not None:
         rate = config.drafter.learning_rate
-        found["drafter"] = (
+        optimizers["drafter"] = (
             make_optimizer(rate, max_grad_norm=training.max_grad_norm) if rate else None
         )
-    return found
+    return optimizers
 
 
 def initial_models(

@@ -241,32 +241,32 @@ def _model_warnings(spec: RunSpec) -> Iterator[str]:
 def identity(spec: RunSpec) -> dict[str, Any]:
     """Return the facts, by name, that a checkpoint must share with a run that resumes from it."""
     # The date first, as it may cause other differences: templates that print it change prompts.
-    found: dict[str, Any] = {"data.date": spec.config.data.date}
+    facts: dict[str, Any] = {"data.date": spec.config.data.date}
     critic = spec.critic if derived.critics(spec.config) else None
     for name, model in (("policy", spec.policy), ("critic", critic)):
         shape = dataclasses.asdict(model.config) if model else {}
-        found |= {f"the {name}'s {field}": value for field, value in shape.items()}
+        facts |= {f"the {name}'s {field}": value for field, value in shape.items()}
 
-    found[ENDS] = list(spec.policy.stop_tokens)
+    facts[ENDS] = list(spec.policy.stop_tokens)
     loaded = {"policy": spec.policy, "critic": critic}
     loaded |= dict(zip(spec.config.reward.models, spec.rewards, strict=True))
-    found |= {f"the weights of the {name}": digest(one) for name, one in loaded.items() if one}
+    facts |= {f"the weights of the {name}": digest(one) for name, one in loaded.items() if one}
 
     for name, prompts in (("data.train", spec.prompts), ("data.eval", spec.held_out)):
         if prompts:
             tokens = b"".join(np.append(tokens, -1).tobytes() for tokens in prompts.tokens)
             rows = json.dumps(prompts.rows, sort_keys=True, default=repr).encode()
-            found[f"the prompts of {name}"] = hashlib.sha256(tokens + rows).hexdigest()[:16]
-    return found | binding_settings(spec.config)
+            facts[f"the prompts of {name}"] = hashlib.sha256(tokens + rows).hexdigest()[:16]
+    return facts | binding_settings(spec.config)
 
 
 def check_alike(spec: RunSpec) -> None:
     """Raise ValueError if a process has another config, model or data than the leader."""
     if not distributed.started():
         return
-    found = distributed.gather(identity(spec) | flat(spec.config))
-    for rank, other in enumerate(found):
-        for key, value in found[0].items():
+    identities = distributed.gather(identity(spec) | flat(spec.config))
+    for rank, other in enumerate(identities):
+        for key, value in identities[0].items():
             if other.get(key) != value:
                 raise ValueError(
                     f"{key} is {other.get(key)!r} on rank {rank} and {value!r} on rank 0: give all"
@@ -277,7 +277,7 @@ def check_alike(spec: RunSpec) -> None:
 def register_own(config: Config) -> None:
     """Register the drafters and families that a config names by FILE.py:NAME; repeating is safe."""
     for name in config.generation.drafters:
-        found = load_named(name, "generation.drafters")
-        register_drafter(found() if isinstance(found, type) else found)
+        drafter = load_named(name, "generation.drafters")
+        register_drafter(drafter() if isinstance(drafter, type) else drafter)
     for name in config.model.families:
         register_family(load_named(name, "model.families"))

@@ -92,7 +92,7 @@ def learners(spec: RunSpec, remat: bool) -> dict[str, Learner]:
     """Build the learners of a step by role."""
     optimizers = make_optimizers(spec)
     rates = learning_rates(spec.config)
-    found = {}
+    by_role = {}
     for role, loss in algorithm_of(spec.config).losses.items():
         optimizer = optimizers[role]
         if role == "drafter" or optimizer is None:  # `distillation` has a student's
@@ -100,8 +100,8 @@ def learners(spec: RunSpec, remat: bool) -> dict[str, Learner]:
         layout = spec.layouts[f"{role}_training"]
         settings = TrainingSettings.from_config(spec.config, layout, remat)
         waits = spec.config.critic.steps_alone if role == "policy" else 0
-        found[role] = Learner(role, loss, optimizer, settings, waits, rates[role])
-    return found
+        by_role[role] = Learner(role, loss, optimizer, settings, waits, rates[role])
+    return by_role
 
 
 def distillation(spec: RunSpec, remat: bool, frozen: Model | None) -> Distillation | None:

@@ -160,12 +160,12 @@ def validate_student(config: Config, policy: ModelConfig, path: ModelConfig | No
         return
     wanted = student_config(policy, layers)
     for field in dataclasses.fields(ModelConfig):
-        found = getattr(path, field.name)
+        value = getattr(path, field.name)
         needed = getattr(wanted, field.name)
         require(
-            found == needed or field.name in FREE_OF_STUDENT,
+            value == needed or field.name in FREE_OF_STUDENT,
             f"drafter.path holds no student of {layers} layers of this model: its {field.name} is"
-            f" {found}, not {needed}; give one that was made from it, or '' to begin with the"
+            f" {value}, not {needed}; give one that was made from it, or '' to begin with the"
             " model's own layers.",
         )
 

@@ -179,10 +179,10 @@ def token_terms(
 
 def _column(batch: PackedSequences, name: str) -> Array | None:
     """Return a column, 0 where tokens are masked out; None if there is none."""
-    found = batch.columns.get(name)
-    if found is None or declaration(name).per != "token":
-        return found
-    return jnp.where(batch.mask, found, 0)
+    column = batch.columns.get(name)
+    if column is None or declaration(name).per != "token":
+        return column
+    return jnp.where(batch.mask, column, 0)
 
 
 def is_maximum(name: str) -> bool:

@@ -78,10 +78,12 @@ def trained(
         places = dataclasses.replace(places, version=everywhere)
         return jax.tree.map(lambda shape, place: shape.update(sharding=place), shapes, places)
     donated = () if part else (0,)
-    found = jax.jit(make, donate_argnums=donated, out_shardings=places)(model)
+    model_trained = jax.jit(make, donate_argnums=donated, out_shardings=places)(model)
     if everywhere is None:
-        return found
-    return dataclasses.replace(found, version=place_parts(np.zeros((), np.int32), everywhere))
+        return model_trained
+    return dataclasses.replace(
+        model_trained, version=place_parts(np.zeros((), np.int32), everywhere)
+    )
 
 
 class Minibatch(NamedTuple):
@@ -176,7 +178,7 @@ def learn(
 def measure(models: Models, batch: Sequences, learners: Learners) -> dict[str, float]:
     """Return the metrics of the losses over a whole batch, without training."""
     minibatch = _minibatch(models, batch.on_host(), learners)
-    found: dict[str, float] = {}
+    totals: dict[str, float] = {}
     for learner, model, own in zip(*minibatch[:3], strict=True):
         layout = learner.settings.layout.unpipelined
         settings = dataclasses.replace(learner.settings, layout=layout)
@@ -187,8 +189,8 @@ def measure(models: Models, batch: Sequences, learners: Learners) -> dict[str, f
             )
             for name, value in metrics.items():
                 join = max if is_maximum(name) else operator.add
-                found[name] = join(found[name], float(value)) if name in found else float(value)
-    return found
+                totals[name] = join(totals[name], float(value)) if name in totals else float(value)
+    return totals
 
 
 def compile_update(models: Models, batch: Sequences, learners: Learners, step: int) -> None:
@@ -207,10 +209,10 @@ def measure_update(
     """
     if _settings(learners).layout.role != "pipelined":
         return {}
-    found = _first_minibatch(models, batch, learners, step)
-    if found is None:
+    minibatch = _first_minibatch(models, batch, learners, step)
+    if minibatch is None:
         return {}
-    given = zip(found.learners, found.models, found.batches, strict=True)
+    given = zip(minibatch.learners, minibatch.models, minibatch.batches, strict=True)
     return {learner.call: measure_stages(learner, model, own[0]) for learner, model, own in given}
 
 
@@ -366,7 +368,7 @@ def _means(
 
 def _learning_rates(models: Models, learners: Learners) -> dict[str, float]:
     """Return the learning rate of the last step of each optimizer, or of its first."""
-    found = {}
+    rates = {}
     for role, learner in learners.items():
         rate = learner.learning_rate
         if callable(rate):
@@ -376,8 +378,8 @@ def _learning_rates(models: Models, learners: Learners) -> dict[str, float]:
             rate = rate(max(taken - 1, 0))
         if rate is not None:
             name = "training" if role == "policy" else role
-            found[f"{name}/learning_rate"] = np.asarray(rate).item()
-    return found
+            rates[f"{name}/learning_rate"] = np.asarray(rate).item()
+    return rates
 
 
 def _not_finite(batch: Sequences) -> str:

@@ -98,9 +98,9 @@ def norms_and_finite(
     if len({place and getattr(place, "mesh", place) for place in places}) == 1:
         norms, finite = execute(_norms_and_finite, tuple(gradients))
         return list(norms), [finite] * len(gradients)
-    found = [execute(_norms_and_finite, (gradient,)) for gradient in gradients]
-    norms = [norm for (norm,), _ in found]
-    flags = [flag for _, flag in found]
+    results = [execute(_norms_and_finite, (gradient,)) for gradient in gradients]
+    norms = [norm for (norm,), _ in results]
+    flags = [flag for _, flag in results]
     several = len({owners_of(place) for place in places if place}) > 1
     if several and isinstance(flags[0], jax.Array):  # for which the host waits
         all_finite = np.asarray(to_host.fetch(flags)).all()

@@ -103,14 +103,14 @@ def sum_pipelined(
             # A copy, for the next call donates the sum itself.
             metric = jnp.copy(next(iter(metrics.values())))
             progress.hand(learner.call, began, metric, batches[task["pipe"]][number])
-    found = []
+    gradients = []
     for copies, learner in zip(pipes, learners, strict=True):
         of_copies = []
         for copy in copies:
             sums = [typed(Gradient, own.total) for own in copy.stages]
             of_copies.append(join(sums, copy.layout, execute))
-        found.append(sum_copies(of_copies, learner.settings.layout, execute))
-    return found
+        gradients.append(sum_copies(of_copies, learner.settings.layout, execute))
+    return gradients
 
 
 def measure_stages(learner: Learner, model: Model, batch: PackedSequences) -> StageTimes:

@@ -67,7 +67,7 @@ def schedule_of(
     batches: the micro-batches of each learner, assumed to be as large as the first. times: by call,
     as measured for another micro-batch; without them FLOPs are counted.
     """
-    found = []
+    works = []
     for learner, model, own in zip(learners, models, batches, strict=True):
         kept = kept_bytes(learner, model.config, own[0])
         taken = times.get(learner.call)
@@ -78,16 +78,16 @@ def schedule_of(
             stages = tuple(stages_of(copies[0]))
             work = PipelineWork(model.config, stages, len(copies), shapes, tree)
             taken = count_stages(work, kept)
-        found.append(taken._replace(micro_batches=len(own), kept=kept))
-    return _find_schedule(tuple(found))
+        works.append(taken._replace(micro_batches=len(own), kept=kept))
+    return _find_schedule(tuple(works))
 
 
 @functools.lru_cache(maxsize=256)
 def _find_schedule(times: tuple[StageTimes, ...]) -> FusedSchedule:
     """Return the schedule from a short search, with a limit on kept inputs."""
     problem = joint_problem(times)
-    found = solve(limit_inputs(problem), RUN_TRIES, within=NEAR)
-    return FusedSchedule(found, serial_schedule(problem).makespan)
+    schedule = solve(limit_inputs(problem), RUN_TRIES, within=NEAR)
+    return FusedSchedule(schedule, serial_schedule(problem).makespan)
 
 
 def kept_bytes(learner: Learner, config: ModelConfig, batch: PackedSequences) -> float:

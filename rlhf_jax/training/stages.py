@@ -115,8 +115,8 @@ def join(sums: list[Gradient], layout: Layout, execute: Execute) -> Gradient:
     if last.head is None:
         embed = execute(_add, embed, send(last.embed, slices[0]))
     ends = {"embed": embed, "norm": last.norm, "head": last.head}
-    found = dataclasses.replace(last, layers=(), **ends)
-    places = model_shardings(found, layout)
+    joined = dataclasses.replace(last, layers=(), **ends)
+    places = model_shardings(joined, layout)
     for name, leaf in ends.items():
         ends[name] = None if leaf is None else move(leaf, getattr(places, name))
 
@@ -137,7 +137,7 @@ def join(sums: list[Gradient], layout: Layout, execute: Execute) -> Gradient:
     metrics = jax.tree.map(
         _join_shards, metrics, model_shardings(metrics, layout), *metrics_of_slices
     )
-    return Gradient(dataclasses.replace(found, layers=layers, **ends), metrics)
+    return Gradient(dataclasses.replace(joined, layers=layers, **ends), metrics)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -157,13 +157,13 @@ def _join_shards(like: Any, place: NamedSharding, *parts: Any) -> Any:
     return jax.make_array_from_single_device_arrays(like.shape, place, shards, dtype=like.dtype)
 
 
-def sum_copies(found: list[Gradient], layout: Layout, execute: Execute) -> Gradient:
+def sum_copies(gradients: list[Gradient], layout: Layout, execute: Execute) -> Gradient:
     """Return the sum of the gradients of a pipeline's copies, placed as in the layout.
 
     The copies' gradients are donated.
     """
-    if len(found) == 1:
-        return found[0]
+    if len(gradients) == 1:
+        return gradients[0]
 
     def stacked(*leaves: Any) -> Any:
         """Return the arrays of copies as one array [copies * n, ...], without moving them."""
@@ -174,7 +174,7 @@ def sum_copies(found: list[Gradient], layout: Layout, execute: Execute) -> Gradi
         place = NamedSharding(typed(Mesh, layout.mesh), PartitionSpec(axes, *rest))
         return _join_shards(like, place, *leaves)
 
-    rows = [Gradient(one.weights, execute(_as_rows, one.metrics)) for one in found]
+    rows = [Gradient(one.weights, execute(_as_rows, one.metrics)) for one in gradients]
     total = execute(_sum_stacked, jax.tree.map(stacked, *rows), layout=layout)
     # renamed to the weights' shardings, where XLA has found other names for the same ones
     return jax.tree.map(_join_shards, total, model_shardings(total, layout), total)
@@ -240,8 +240,8 @@ def backward(
         return _run(part, given, batch, stage)
 
     part = cast(part, settings.layout.dtype)
-    found, pull, metrics = jax.vjp(run, part, given, has_aux=True)
-    weights, onward = pull(jnp.ones_like(found) if cotangent is None else cotangent)
+    output, pull, metrics = jax.vjp(run, part, given, has_aux=True)
+    weights, onward = pull(jnp.ones_like(output) if cotangent is None else cotangent)
     onward = None if onward is None else _pin(onward, settings.layout)
     return add_gradient(total, weights, metrics, settings), onward
 

@@ -192,7 +192,7 @@ def _likelihoods(common: np.ndarray, tried: _Tried) -> np.ndarray:
     references = tried.references
     everyone = _everyone_within(common)[None]
     first = np.zeros(len(tried.tokens), int)
-    found = []
+    likelihoods = []
     for _, alike in itertools.groupby(_BELIEFS, key=lambda belief: belief.spread):
         beliefs = list(alike)
         near = _near(common, references, beliefs[0])
@@ -208,8 +208,10 @@ def _likelihoods(common: np.ndarray, tried: _Tried) -> np.ndarray:
             )
             since = np.maximum(since, 1e-12)
             after = np.where(tried.finished, np.minimum(high / since, 1.0), 0.0)
-            found.append(np.log(np.maximum(np.minimum(low / since, 1.0) - after, 1e-12)).sum())
-    return np.array(found)
+            likelihoods.append(
+                np.log(np.maximum(np.minimum(low / since, 1.0) - after, 1e-12)).sum()
+            )
+    return np.array(likelihoods)
 
 
 def narrowest(known: LengthForecasts, both: Sequence[References]) -> References | None:
@@ -266,7 +268,7 @@ def coverage(known: LengthForecasts, prompts: Sequence[PromptLengths]) -> dict[s
     The forecasts are those from before the stage, by source, and the distribution of all responses.
     A cut off response counts by its chance to end in the interval.
     """
-    found = {}
+    shares = {}
     everyone = length_model.survival(known.lengths)
     for tried in [_everyone(prompts), *_tried(prompts)]:
         name = tried.references.source
@@ -277,8 +279,8 @@ def coverage(known: LengthForecasts, prompts: Sequence[PromptLengths]) -> dict[s
         for inside in _INTERVALS:
             edges = np.array([1 - inside, 1 + inside]) / 2
             share = float(_inside(*came, edges).mean())
-            found[f"lengths/{name}_within_{round(100 * inside)}"] = share
-    return found
+            shares[f"lengths/{name}_within_{round(100 * inside)}"] = share
+    return shares
 
 
 def _everyone(prompts: Sequence[PromptLengths]) -> _Tried:
@@ -291,7 +293,7 @@ def _everyone(prompts: Sequence[PromptLengths]) -> _Tried:
 
 def _tried(prompts: Sequence[PromptLengths]) -> list[_Tried]:
     """Return the outcomes of forecasts by source, each for some of the responses of a stage."""
-    found = []
+    tried = []
     rows = [
         (prompt.earlier, prompt.tokens[one], prompt.finished[one], prompt.limit)
         for prompt in prompts
@@ -301,13 +303,13 @@ def _tried(prompts: Sequence[PromptLengths]) -> list[_Tried]:
     if rows:
         earlier, tokens, finished, limit = zip(*_some(rows), strict=True)
         references = earlier_references(earlier, limit)
-        found.append(_Tried(references, np.array(tokens), np.array(finished)))
+        tried.append(_Tried(references, np.array(tokens), np.array(finished)))
     siblings = [one for prompt in prompts for one in _siblings(prompt)]
     if siblings:
         ended, size, limit, tokens, finished = zip(*_some(siblings), strict=True)
         references = sibling_references(ended, size, limit)
-        found.append(_Tried(references, np.array(tokens), np.array(finished)))
-    return found
+        tried.append(_Tried(references, np.array(tokens), np.array(finished)))
+    return tried
 
 
 def _siblings(prompt: PromptLengths) -> list[tuple[np.ndarray, int, float, float, bool]]:
@@ -320,15 +322,15 @@ def _siblings(prompt: PromptLengths) -> list[tuple[np.ndarray, int, float, float
     order = np.lexsort((~prompt.finished, prompt.tokens))
     tokens = prompt.tokens[order]
     finished = prompt.finished[order]
-    found = []
+    forecasts = []
     for count in sorted({math.ceil(share * size) for share in _TRIED_AT}):
         if count < size and finished[:count].all():
-            found += [
+            forecasts += [
                 (tokens[:count], size, prompt.limit, tokens[one], bool(finished[one]))
                 for one in range(count, size)
                 if tokens[one] > tokens[count - 1]
             ]
-    return found
+    return forecasts
 
 
 def _some(rows: list[Any]) -> list[Any]:

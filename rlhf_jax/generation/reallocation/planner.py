@@ -241,9 +241,9 @@ def _refill(
             places.append(first + int(free[first:].argmax()))
             free[places[-1]] = places[-1] == len(queue)
 
-        found = np.array(places)
-        taking = order[found < len(queue)]
-        taken = queue[found[found < len(queue)]]
+        taken_by = np.array(places)
+        taking = order[taken_by < len(queue)]
+        taken = queue[taken_by[taken_by < len(queue)]]
         there[taken] = taking
         expected_live[taking] += draft.curve(waiting[taken])
         room[taking] -= 1

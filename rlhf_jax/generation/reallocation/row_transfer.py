@@ -161,19 +161,19 @@ def _shapes_out(held: DecodeState, count: int, slots: int) -> DecodeState:
 
 def _shares(leaves: Sequence[Array]) -> list[list[int]]:
     """Return the leaves that share a piece, by number: of one dtype, and few bytes per row."""
-    found: dict[
+    by_dtype: dict[
         np.dtype, list[tuple[list[int], int]]
     ] = {}  # (leaves, bytes) of each piece, by dtype
     for one, leaf in enumerate(leaves):
         dtype = _sent_dtype(leaf)
         count = math.prod(leaf.shape[1:]) * dtype.itemsize
-        pieces = found.setdefault(dtype, [([], 0)])
+        pieces = by_dtype.setdefault(dtype, [([], 0)])
         shared, held = pieces[-1]
         if held + count > PIECE_BYTES:
             pieces.append(([one], count))
         else:
             pieces[-1] = ([*shared, one], held + count)
-    return [shared for pieces in found.values() for shared, _ in pieces if shared]
+    return [shared for pieces in by_dtype.values() for shared, _ in pieces if shared]
 
 
 def _sent_dtype(leaf: Array) -> np.dtype:

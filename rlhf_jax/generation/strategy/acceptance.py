@@ -161,8 +161,8 @@ def observe(known: Acceptance, observations: Observations, used: bool = False) -
     seen = known.seen + seen
     kept = np.minimum(1.0, ACCEPTANCE_SETTINGS.window / np.maximum(seen, 1e-9))
     hits = (known.hits + hits) * kept
-    found = dataclasses.replace(known, seen=seen * kept, hits=hits, by_band=by_band)
-    return _forget_before_change(found)
+    updated = dataclasses.replace(known, seen=seen * kept, hits=hits, by_band=by_band)
+    return _forget_before_change(updated)
 
 
 def _observe_bands(known: Acceptance, observations: Observations, right: np.ndarray) -> np.ndarray:
@@ -175,8 +175,10 @@ def _observe_bands(known: Acceptance, observations: Observations, right: np.ndar
     counts = [
         np.bincount(observations.band, figures, BANDS) for figures in (right.sum(axis=1), expected)
     ]
-    found = known.by_band + np.stack(counts, axis=1)
-    return found * np.minimum(1.0, ACCEPTANCE_SETTINGS.band_window / np.maximum(found[:, 1:], 1e-9))
+    updated = known.by_band + np.stack(counts, axis=1)
+    return updated * np.minimum(
+        1.0, ACCEPTANCE_SETTINGS.band_window / np.maximum(updated[:, 1:], 1e-9)
+    )
 
 
 def calibrate(known: Acceptance, accepted: float, predicted: float, rows: int) -> Acceptance:
@@ -238,8 +240,8 @@ def state(known: Acceptance) -> dict[str, np.ndarray]:
 
 def restore(saved: dict[str, Any]) -> Acceptance:
     """Return the acceptance that `state` saved, or an unknown one if it had other windows."""
-    found = Acceptance(**{name: np.array(value, float) for name, value in saved.items()})
-    return found if len(found.seen) == len(_UNCALIBRATED) else unknown()
+    restored = Acceptance(**{name: np.array(value, float) for name, value in saved.items()})
+    return restored if len(restored.seen) == len(_UNCALIBRATED) else unknown()
 
 
 def _test_for_change(

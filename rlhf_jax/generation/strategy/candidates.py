@@ -152,12 +152,12 @@ def best_tree(rates: np.ndarray, size: int) -> tuple[int, ...]:
     its parent or of the sibling before it. So the likeliest nodes, taken one by one, make an
     optimal tree.
     """
-    found: list[tuple[int, ...]] = []
+    chosen: list[tuple[int, ...]] = []
     # The chance (negated, as a heap begins with the least), depth and path of each open node.
     open_nodes: list[tuple[float, int, tuple[int, ...]]] = [(-rates[0, 0], 1, (0,))]
-    while open_nodes and len(found) < size:
+    while open_nodes and len(chosen) < size:
         chance, depth, path = heapq.heappop(open_nodes)
-        found.append(path)
+        chosen.append(path)
         if path[-1] + 1 < rates.shape[1]:
             ratio = rates[depth - 1, path[-1] + 1] / max(rates[depth - 1, path[-1]], 1e-9)
             sibling = (*path[:-1], path[-1] + 1)
@@ -165,8 +165,8 @@ def best_tree(rates: np.ndarray, size: int) -> tuple[int, ...]:
         if depth < DEPTHS:
             rate = rates[depth, 0]
             heapq.heappush(open_nodes, (chance * rate, depth + 1, (*path, 0)))
-    found.sort(key=lambda path: (len(path), path))
-    return tuple(found.index(path[:-1]) if len(path) > 1 else -1 for path in found)
+    chosen.sort(key=lambda path: (len(path), path))
+    return tuple(chosen.index(path[:-1]) if len(path) > 1 else -1 for path in chosen)
 
 
 def expected_drafts(paths: Paths, rates: np.ndarray) -> np.ndarray:

@@ -169,8 +169,8 @@ def fit(costs: Costs) -> None:
         return np.concatenate([shares, COST_SETTINGS.prior_weight * np.eye(len(logs))])
 
     robust = {"loss": "soft_l1", "f_scale": 0.05, "ftol": 1e-5, "max_nfev": 40}
-    found = least_squares(residuals, start, jac=cast(Any, slopes), **robust)
-    costs.machine = Machine.of_figures(np.exp(found.x).tolist())
+    solution = least_squares(residuals, start, jac=cast(Any, slopes), **robust)
+    costs.machine = Machine.of_figures(np.exp(solution.x).tolist())
     _recorrect(costs)
 
 

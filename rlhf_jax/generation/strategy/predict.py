@@ -165,7 +165,7 @@ def tokens_of_rows(
     Those of packed rounds depend on how many rows of each class share the budget. The rows are
     taken to be at the positions of the situation, whatever their class.
     """
-    found = expectations.tokens.copy()
+    tokens = expectations.tokens.copy()
     for drafter, columns in choices.packed.items():
         if (counts := situation.classes.get(drafter)) is not None:
             rows = situation.by_device.get(drafter)
@@ -173,19 +173,19 @@ def tokens_of_rows(
                 # All on one device: live rows in the classes' shares of the counts.
                 shares = counts.sum(axis=0)[None]
                 rows = shares * (situation.live / max(1, shares.sum()))
-            found[:CLASSES, columns] = expected_gain.tokens(
+            tokens[:CLASSES, columns] = expected_gain.tokens(
                 expectations.rankings[drafter],
                 rows,
                 situation.rows,
                 nodes=choices.nodes[columns],
                 factor=expectations.calibrations[drafter],
             )
-            found[CLASSES:, columns] = found[:CLASSES, columns]
+            tokens[CLASSES:, columns] = tokens[:CLASSES, columns]
     if situation.bands.any():
         shares = situation.bands / situation.bands.sum()
         factors = np.tensordot(shares, expectations.of_bands, 1)
-        found = np.minimum(1 + (found - 1) * factors, 1 + choices.depth)
-    return found
+        tokens = np.minimum(1 + (tokens - 1) * factors, 1 + choices.depth)
+    return tokens
 
 
 def tokens_of_round(

@@ -178,9 +178,9 @@ class Selector:
                 else:
                     self.rounds_unobserved[drafter] = min(self.rounds_unobserved[drafter], 0)
                     shown[report.strategy.drafter == drafter].append(observations)
-            for used, found in shown.items():
-                if found:
-                    known = acceptance.observe(known, acceptance.joined(found), used)
+            for used, observed in shown.items():
+                if observed:
+                    known = acceptance.observe(known, acceptance.joined(observed), used)
             self.acceptance[drafter] = known
         self.unlearned = []
         self.expectations = predict.expect(self.candidates, self.acceptance)

@@ -78,13 +78,13 @@ def rows(counts: StrategyCounts) -> list[dict[str, Any]]:
 
     A row has names, the figures of `COUNTS`, and those of `TIMED` if any round was timed.
     """
-    found = []
+    table = []
     for (strategy, live), sums in counts.items():
         names = {"live": live, "strategy": trees.name_of(strategy), "drafter": strategy.drafter}
         figures = {name: sums[name] for name in COUNTS + TIMED if name in sums}
-        found.append(names | {"drafts": len(strategy.parents)} | figures)
+        table.append(names | {"drafts": len(strategy.parents)} | figures)
     return sorted(
-        found, key=lambda row: (row["live"], row["drafter"], row["drafts"], row["strategy"])
+        table, key=lambda row: (row["live"], row["drafter"], row["drafts"], row["strategy"])
     )
 
 

@@ -123,8 +123,8 @@ def _read_scaling(file: File, config: ModelConfig) -> RopeScaling | None:
 def end_tokens(file: File) -> dict[str, tuple[int, ...]]:
     """Return the ids of the tokens that end a text, a turn or a message, under the file's name."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-    found = (token_id(file.metadata, key, file.path) for key in keys)
-    return {file.path.name: tuple(dict.fromkeys(one for one in found if one is not None))}
+    ids = (token_id(file.metadata, key, file.path) for key in keys)
+    return {file.path.name: tuple(dict.fromkeys(one for one in ids if one is not None))}
 
 
 def repeated(file: File) -> dict[str, dict[str, Any]]:
@@ -163,13 +163,13 @@ def load(file: File, dtype: DTypeLike, shardings: Model | None = None) -> Model:
 
 def check_tensors(file: File, config: ModelConfig) -> None:
     """Raise ValueError, naming the tensor, unless the file holds just the weights of `config`."""
-    found = {
+    tensors = {
         name: (file.path, tensor.shape)
         for name, tensor in file.tensors.items()
         if name != ROPE_DIVISORS
     }
     names = weight_table.stored_names(config, "gguf")
-    weight_table.check_weights(found, names, file.path, config)
+    weight_table.check_weights(tensors, names, file.path, config)
 
 
 def read_tokenizer(file: File) -> Tokenizer:

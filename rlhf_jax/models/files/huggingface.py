@@ -33,13 +33,15 @@ ROWS = 4096  # Rows of two matrices compared at a time: the first ones may decid
 
 def end_tokens(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the ids of the tokens that end a text, by the file of the folder that names them."""
-    found = {}
+    by_file = {}
     for name in ("generation_config.json", "config.json"):
         file = Path(folder) / name
         ids = read_json(file).get("eos_token_id") if file.exists() else None
         if ids is not None:
-            found[name] = checked_ids(ids if isinstance(ids, list) else [ids], file, "eos_token_id")
-    return found
+            by_file[name] = checked_ids(
+                ids if isinstance(ids, list) else [ids], file, "eos_token_id"
+            )
+    return by_file
 
 
 def repeated(folder: Path) -> dict[str, dict[str, Any]]:
@@ -100,8 +102,8 @@ def open_tensors(folder: Path, config: ModelConfig) -> dict[str, np.ndarray]:
         head = tensors.pop(END_WEIGHTS["head"].huggingface, None)
         if head is not None:
             tensors.setdefault(END_WEIGHTS["embed"].huggingface, head)
-    found = {name: (folder, view.shape) for name, view in tensors.items()}
-    weight_table.check_weights(found, _names(config), folder, config)
+    shapes = {name: (folder, view.shape) for name, view in tensors.items()}
+    weight_table.check_weights(shapes, _names(config), folder, config)
     return tensors
 
 

@@ -153,10 +153,10 @@ def repeated(folder: Path) -> dict[str, Any]:
     raw = read_json(file)
     for key in ("bos_token_id", "pad_token_id"):
         token_id(raw, key, file)
-    found = {key: raw[key] for key in REPEATED if key in raw}
+    kept = {key: raw[key] for key in REPEATED if key in raw}
     if FAMILIES[raw["model_type"]].always_windowed or raw.get("use_sliding_window"):
-        found.setdefault("sliding_window", WINDOW)
-    return found
+        kept.setdefault("sliding_window", WINDOW)
+    return kept
 
 
 def _is_classifier(raw: dict) -> bool:

@@ -46,7 +46,7 @@ def views(file: Path) -> dict[str, np.ndarray]:
         with safetensors.safe_open(file, "numpy"):
             pass  # offsets, shapes and sizes are checked
         mapped = np.memmap(file, np.uint8, mode="r")
-        found = {}
+        tensors = {}
         for name, spec in specs.items():
             dtype = FLOATS.get(spec["dtype"])
             if dtype is None:
@@ -55,8 +55,8 @@ def views(file: Path) -> dict[str, np.ndarray]:
                     f" {', '.join(FLOATS)} are read."
                 )
             offset = start + spec["data_offsets"][0]
-            found[name] = np.ndarray(tuple(spec["shape"]), dtype, buffer=mapped, offset=offset)
-        return found
+            tensors[name] = np.ndarray(tuple(spec["shape"]), dtype, buffer=mapped, offset=offset)
+        return tensors
 
 
 def _check_size(file: Path, size: int) -> None:

@@ -48,8 +48,8 @@ def checked(config: ModelConfig, file: Path) -> ModelConfig:
         named = dataclasses.asdict(scaling)
         kind = named.pop("kind")
         context = int(number("original_max_position_embeddings", named.pop("original_context")))
-        found = {name: number(f"rope scaling's {name}", value) for name, value in named.items()}
-        scaling = RopeScaling(kind, **found, original_context=context)
+        numbers = {name: number(f"rope scaling's {name}", value) for name, value in named.items()}
+        scaling = RopeScaling(kind, **numbers, original_context=context)
     return dataclasses.replace(
         config,
         norm_eps=number("norm_eps", config.norm_eps, largest=1.0),

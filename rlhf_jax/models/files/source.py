@@ -172,15 +172,15 @@ def digest(source: Source) -> str:
     They hash the size of each file, and `DIGEST_BLOCKS` blocks spread over it.
     """
     files = sorted(source.path.glob("*.safetensors")) if source.path.is_dir() else [source.path]
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for path in files:
         size = path.stat().st_size
-        found.update(f"{path.name} {size}".encode())
+        sha.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
             for begin in range(0, size, max(DIGEST_BYTES, size // DIGEST_BLOCKS)):
                 file.seek(begin)
-                found.update(file.read(DIGEST_BYTES))
-    return found.hexdigest()[:16]
+                sha.update(file.read(DIGEST_BYTES))
+    return sha.hexdigest()[:16]
 
 
 def _fetch(name: str) -> Path:

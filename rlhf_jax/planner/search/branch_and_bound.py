@@ -110,7 +110,7 @@ def unlike_choices(problem: Problem, call: str, chosen: Placed) -> list[dict[str
     The chosen placements may be permuted for it, which does not change their costs.
     """
     unlike = set()
-    found = []
+    choices = []
     for options in problem.by_part[call]:
         one = options[0]  # of a part; all that have it share the same blocks
         for begun in (chosen, turned(chosen, one)):
@@ -119,5 +119,5 @@ def unlike_choices(problem: Problem, call: str, chosen: Placed) -> list[dict[str
             key = (one.blocks, surroundings(one, begun, problem.blocks))
             if key not in unlike:
                 unlike.add(key)
-                found += [{**begun, call: option} for option in options]
-    return found
+                choices += [{**begun, call: option} for option in options]
+    return choices

@@ -88,8 +88,8 @@ def _parse(text: str) -> Program:
         if begins := COMPUTATION.match(line):
             current = computations.setdefault(begins[2], {})
             entry = begins[2] if begins[1] else entry
-        elif found := INSTRUCTION.match(line):
-            current[found[1]] = Instruction(*found.groups())
+        elif match := INSTRUCTION.match(line):
+            current[match[1]] = Instruction(*match.groups())
     header = text.partition("\n")[0]
     counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)
     return Program(computations, entry, devices=math.prod(map(int, counts)))
@@ -102,7 +102,7 @@ def _collectives_of(program: Program, name: str, times: int) -> Iterator[Collect
         if instruction.opcode == "conditional":
             branches = re.findall(r"%([\w.\-]+)", instruction.rest.partition(")")[2])
             each = [list(_collectives_of(program, branch, times)) for branch in branches]
-            yield from max(each, key=lambda found: sum(one.received for one in found))
+            yield from max(each, key=lambda collectives: sum(one.received for one in collectives))
         elif instruction.opcode.removesuffix("-done") in RECEIVED:
             yield _collective(program, name, instruction, times=times)
         elif not instruction.opcode.endswith("-done"):

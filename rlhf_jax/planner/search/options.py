@@ -62,8 +62,8 @@ class SearchSpace:
         Raises ValueError if no sharding splits the rows of a call evenly.
         """
         options = {call: list(self.options(call)) for call in self.calls}
-        for call, found in options.items():
-            if not found:
+        for call, options_of_call in options.items():
+            if not options_of_call:
                 in_slice = self.hardware.count // self.base.slices
                 raise ValueError(
                     f"No sharding of {self.hardware} splits the rows of {call} evenly: set"
@@ -90,10 +90,10 @@ class SearchSpace:
             if not self.are_boxes(starts, count):
                 continue
             there = self.shardings(call, count)
-            found = [self.priced(call, one) for one in there if self.can_run(call, one)]
-            found.sort(key=lambda one: (one.seconds, one.always, one.working))
+            candidates = [self.priced(call, one) for one in there if self.can_run(call, one)]
+            candidates.sort(key=lambda one: (one.seconds, one.always, one.working))
             kept: list[Option] = []
-            for option in found:
+            for option in candidates:
                 if not any(self.is_better(call, one, option) for one in kept):
                     kept.append(option)
             for best in kept:

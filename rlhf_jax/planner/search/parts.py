@@ -47,15 +47,15 @@ def surroundings(option: Option, chosen: Placed, blocks: int) -> tuple[tuple[int
     nothing, and may be swapped.
     """
     first, size = (option.first, option.blocks) if option.blocks % 3 else missing_quarter(option)
-    found = []
+    shares_around = []
     while size < blocks:
         start = first // size * size
         shared = (
             max(0, min(one.ends, start + size) - max(one.first, start)) for one in chosen.values()
         )
-        found.append(tuple(shared))
+        shares_around.append(tuple(shared))
         size *= 2
-    return tuple(found)
+    return tuple(shares_around)
 
 
 def turned(chosen: Placed, option: Option) -> dict[str, Option] | None:

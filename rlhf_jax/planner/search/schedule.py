@@ -81,10 +81,10 @@ class Problem:
     @functools.cached_property
     def stages(self) -> list[tuple[str, ...]]:
         """Return the calls of each stage that has any."""
-        found: dict[str, list[str]] = {stage: [] for stage in STAGES}
+        by_stage: dict[str, list[str]] = {stage: [] for stage in STAGES}
         for call in self.options:
-            found[next(stage for stage in STAGES if call.endswith(stage))].append(call)
-        return [tuple(calls) for calls in found.values() if calls]
+            by_stage[next(stage for stage in STAGES if call.endswith(stage))].append(call)
+        return [tuple(calls) for calls in by_stage.values() if calls]
 
     @functools.cached_property
     def by_part(self) -> dict[str, list[list[Option]]]:
@@ -92,12 +92,12 @@ class Problem:
 
         They are the same on all parts of one size.
         """
-        found: dict[str, dict[tuple[int, int], list[Option]]] = {}
+        parts: dict[str, dict[tuple[int, int], list[Option]]] = {}
         for call, options in self.options.items():
-            own = found.setdefault(call, {})
+            own = parts.setdefault(call, {})
             for one in options:
                 own.setdefault((one.first, one.blocks), []).append(one)
-        return {call: list(own.values()) for call, own in found.items()}
+        return {call: list(own.values()) for call, own in parts.items()}
 
     def apart(self, call: str, chosen: Placed) -> list[Option]:
         """Return the chosen options whose blocks a call must not share."""
@@ -194,13 +194,13 @@ def stage_seconds(problem: Problem, stage: Sequence[str], placed: Placed) -> flo
 
 def most_bytes(problem: Problem, placed: Placed) -> float:
     """Return the bytes of the fullest device."""
-    found = [0.0]
+    sizes = [0.0]
     for block in range(problem.blocks):
         there = {
             call: option for call, option in placed.items() if option.first <= block < option.ends
         }
-        found.append(sum(one.always for one in there.values()) + bytes_at_work(there))
-    return max(found)
+        sizes.append(sum(one.always for one in there.values()) + bytes_at_work(there))
+    return max(sizes)
 
 
 def bytes_at_work(there: Placed) -> float:

@@ -65,10 +65,10 @@ def http(url: str, *, headers: Mapping[str, str] = {}, retries: int = 3) -> Asyn
 
     async def reward(prompt: str, response: str, row: dict[str, Any]) -> Any:
         payload = {"prompt": prompt, "response": response, "row": row}
-        found = await post_json(url, payload, headers, retries)
-        if isinstance(found, dict):
-            return found["reward"], found.get("numbers", {})
-        return found
+        reply = await post_json(url, payload, headers, retries)
+        if isinstance(reply, dict):
+            return reply["reward"], reply.get("numbers", {})
+        return reply
 
     return reward
 
@@ -103,8 +103,8 @@ def judge(
             "temperature": 0,
             "max_tokens": max_tokens,
         }
-        found = await post_json(f"{url.rstrip('/')}/chat/completions", payload, headers, retries)
-        choice = found["choices"][0]
+        reply = await post_json(f"{url.rstrip('/')}/chat/completions", payload, headers, retries)
+        choice = reply["choices"][0]
         if choice.get("finish_reason") == "length":
             raise ValueError(f"the judge did not end within max_tokens = {max_tokens}: raise it")
         return grade_of(str(choice["message"]["content"]), form) / 10
@@ -122,10 +122,10 @@ def grade_of(text: str, form: re.Pattern[str] | None = None) -> float:
     if THINKING_BEGINS.match(answer):
         raise ValueError("the judge did not end its thinking: raise max_tokens")
     if form is not None:
-        found = [one[1] if form.groups else one[0] for one in form.finditer(answer)][-1:]
+        matches = [one[1] if form.groups else one[0] for one in form.finditer(answer)][-1:]
     else:
-        found = _clear_numbers(SCALE.sub(" ", answer))
-    numbers = [NUMBER.fullmatch((one or "").strip()) for one in found]
+        matches = _clear_numbers(SCALE.sub(" ", answer))
+    numbers = [NUMBER.fullmatch((one or "").strip()) for one in matches]
     grades = [float(one[0].replace(",", ".")) for one in numbers if one is not None]
     if len(grades) != 1 or not 0 <= grades[0] <= 10:
         raise ValueError(f"the judge gave no clear grade from 0 to 10 but {answer.strip()[:60]!r}")
@@ -136,10 +136,10 @@ def _clear_numbers(answer: str) -> list[str]:
     """Return the distinct numbers of an answer; only the last one if it ends the answer."""
     if RANGE.search(answer):
         return []
-    found = list(NUMBER.finditer(answer))
-    if found and not re.search(r"\w", answer[found[-1].end() :]):
-        return [found[-1][0]]
-    return list(dict.fromkeys(one[0] for one in found))
+    matches = list(NUMBER.finditer(answer))
+    if matches and not re.search(r"\w", answer[matches[-1].end() :]):
+        return [matches[-1][0]]
+    return list(dict.fromkeys(one[0] for one in matches))
 
 
 async def post_json(url: str, payload: Any, headers: Mapping[str, str], retries: int) -> Any:

@@ -43,11 +43,11 @@ def check(folder: Path) -> None:
     """
     if not (folder / PROOF).exists():
         return
-    found = _marks(folder)
+    marks = _marks(folder)
     for name, mark in documents.read(folder / PROOF)["files"].items():
-        if found.get(name) != mark:
+        if marks.get(name) != mark:
             raise Damaged(
-                f"{folder.name}/{name} {'has changed' if name in found else 'is missing'}"
+                f"{folder.name}/{name} {'has changed' if name in marks else 'is missing'}"
             )
 
 

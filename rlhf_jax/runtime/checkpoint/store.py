@@ -175,8 +175,8 @@ class Checkpoints:
         no checkpoint is valid, OSError if one cannot be read but nothing proves it damaged.
         """
         self._settle()
-        found = distributed.run_on_leader(lambda: steps(self._folder))
-        for step in reversed(found):
+        saved = distributed.run_on_leader(lambda: steps(self._folder))
+        for step in reversed(saved):
             folder = self._folder / str(step)
             read = functools.partial(read_document, folder, self._run)
             try:
@@ -289,13 +289,13 @@ def read_part(folder: str | Path, template: Any, step: int | None = None) -> Res
     It changes nothing, and is safe while a run saves there. template: as in `Checkpoints.restore`.
     Raises ValueError or OSError in one sentence.
     """
-    found = steps(Path(folder))
-    if not found or step not in (None, *found):
+    saved = steps(Path(folder))
+    if not saved or step not in (None, *saved):
         wanted = "" if step is None else f" of step {step}"
         raise FileNotFoundError(
-            f"There is no checkpoint{wanted} in {folder}; found are: {found or 'none'}."
+            f"There is no checkpoint{wanted} in {folder}; found are: {saved or 'none'}."
         )
-    step = found[-1] if step is None else step
+    step = saved[-1] if step is None else step
     place = Path(folder).absolute() / str(step)
     try:
         document = read_document(place)

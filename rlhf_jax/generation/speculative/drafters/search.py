@@ -62,8 +62,8 @@ def propose(
     The proposal has a confidence only if the drafter's rounds may have a budget.
     """
     level = trees.depths(strategy)
-    found = drafter.search(state, siblings, int(level.max()))
-    chex.assert_rank(found.tokens, 3)
+    results = drafter.search(state, siblings, int(level.max()))
+    chex.assert_rank(results.tokens, 3)
     rank = trees.ranks(strategy)[1:]
     parent = np.array(strategy.parents, np.int32) + 1
     node = np.arange(1, len(parent) + 1, dtype=np.int32)
@@ -77,12 +77,12 @@ def propose(
         token = jnp.where(chosen, options, -1).max(axis=1)
         return agree.at[node].set(agree[parent] & (options == token[:, None])), token
 
-    options = jnp.moveaxis(found.tokens[:, level[1:] - 1], 1, 0)  # [N, B, R]
+    options = jnp.moveaxis(results.tokens[:, level[1:] - 1], 1, 0)  # [N, B, R]
     agree = jnp.ones((len(node) + 1, *options.shape[1:]), bool)
     _, drafts = jax.lax.scan(draft, agree, (node, parent, rank, options))
     padding = trees.bucket(strategy) - 1 - len(node)
     drafts = jnp.pad(drafts.T, ((0, 0), (0, padding)), constant_values=-1)
-    confidence = found.confidence if drafter.packs else None
+    confidence = results.confidence if drafter.packs else None
     return pin_rows(Proposal(drafts, confidence=confidence), layout)
 
 

@@ -66,7 +66,7 @@ def score(
         # at most one iteration, as XLA's partitioner for GPUs gathers the results of a branch.
         unknown = (jnp.full(masked.shape, -1, jnp.int8), jnp.zeros(masked.shape, jnp.int8))
         turns = masked.any().astype(jnp.int32)
-        return jax.lax.fori_loop(0, turns, lambda _, found: measure(), pin_rows(unknown, layout))
+        return jax.lax.fori_loop(0, turns, lambda _, unused: measure(), pin_rows(unknown, layout))
 
     # Each token is predicted by the hidden state before it.
     aligned = (hidden[:, :-1], tokens[:, 1:], mask[:, 1:], places[:, 1:])
