@@ -68,7 +68,7 @@ class Clock:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """Hold what stays the same from step to step."""
+    """Hold the constants of the steps."""
 
     sizes: Sizes
     generation: Layout
@@ -117,7 +117,7 @@ def take_step(
         results.append(weights)
     with clock.phase("generation"):
         batch = roll_out(weights, loop, number)
-    del weights  # else both copies would be there during the update
+    del weights  # otherwise both copies would exist during the update
     rewards = (batch.tokens % 2 * batch.mask).mean(1).astype(np.float32)
     with clock.phase("scoring"):
         reference_logprobs = score_sequences(

@@ -12,7 +12,7 @@ from turns import Turns
 from rlhf_jax import iteration, trainer
 from rlhf_jax.config import default
 
-asked = json.loads(Path(sys.argv[1]).read_text())
+options = json.loads(Path(sys.argv[1]).read_text())
 turns = Turns(("jax", "jaxlib"))
 
 
@@ -28,7 +28,7 @@ KEPT = (
 
 
 def timed(state, run, observe):
-    """Take a step, each of which is asked for."""
+    """Take a step on request."""
     turns.begin()
     state, report = step(state, run, observe)
     turns.note(**{name: report.metrics[name] for name in KEPT if name in report.metrics})
@@ -40,21 +40,21 @@ iteration.step = timed
 config = default()
 config.workdir = str(Path(sys.argv[1]).parent / "rlhf_jax")
 config.steps = 1000
-config.model.path = asked["model"]
-config.data.train = asked["prompts"]
-config.data.max_prompt_tokens = asked["prompt_tokens"]
-config.reward.functions = (f"{asked['reward']}:vowels",)
+config.model.path = options["model"]
+config.data.train = options["prompts"]
+config.data.max_prompt_tokens = options["prompt_tokens"]
+config.reward.functions = (f"{options['reward']}:vowels",)
 config.reward.workers = 1
-config.generation.prompts_per_step = asked["prompts_per_step"]
-config.generation.samples_per_prompt = asked["samples"]
-config.generation.max_new_tokens = asked["new_tokens"]
+config.generation.prompts_per_step = options["prompts_per_step"]
+config.generation.samples_per_prompt = options["samples"]
+config.generation.max_new_tokens = options["new_tokens"]
 config.evaluation.every = 0
 config.checkpoint.every = 0
-config.training.learning_rate = asked["learning_rate"]
-if asked["whole"]:
-    config.training.microbatch_rows = asked["prompts_per_step"] * asked["samples"]
-config.kl.coefficient = asked["kl"]
-if asked["algorithm"] == "ppo":
+config.training.learning_rate = options["learning_rate"]
+if options["whole"]:
+    config.training.microbatch_rows = options["prompts_per_step"] * options["samples"]
+config.kl.coefficient = options["kl"]
+if options["algorithm"] == "ppo":
     config.algorithm.name = "ppo"
     config.kl.update(place="reward", estimator="k1")
 trainer.train(config)
