@@ -649,13 +649,13 @@ CASES = {
         "training.learning_rate = 0.001", {"training__learning_rate": 0.1}, finished()
     ),
     "checkpoints all damaged": Case(
-        "is whole", {"steps": 3}, finished(damage_checkpoints), OPENING
+        "is valid", {"steps": 3}, finished(damage_checkpoints), OPENING
     ),
     "checkpoints whose arrays are damaged": Case(
-        "is whole", {"steps": 3}, finished(damage_arrays), OPENING
+        "is valid", {"steps": 3}, finished(damage_arrays), OPENING
     ),
     "checkpoints without their documents": Case(
-        "is whole", {"steps": 3}, finished(remove_documents), OPENING
+        "is valid", {"steps": 3}, finished(remove_documents), OPENING
     ),
     "metrics of an earlier run damaged": Case(
         "metrics.jsonl",

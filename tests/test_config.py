@@ -141,7 +141,7 @@ def test_a_bad_config_file_is_one_sentence(tmp_path, text, words):
     ("arguments", "sentence"),
     [
         ([], "No config is named"),
-        (["--config"], "--config wants a value"),
+        (["--config"], "--config needs a value"),
         (["--config.steps=3"], "No config is named"),
     ],
 )
@@ -206,7 +206,7 @@ def test_a_valid_config_passes(valid):
             )
         ),
         ("data.template_arguments", {1: 2}, "data.template_arguments has a name 1"),
-        ("data.template_arguments", {"messages": []}, "which is the run's own to give"),
+        ("data.template_arguments", {"messages": []}, "which the run sets itself"),
         ("data.template_arguments", {"tools": "search"}, "tools is 'search'; it must be a list"),
         ("data.template_arguments", {"tools": ["search"]}, "it must be a list of objects"),
         ("data.template_arguments", {"documents": {"a": 1}}, "documents is {'a': 1}; it must be"),

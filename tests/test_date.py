@@ -78,7 +78,7 @@ def test_a_run_that_goes_on_tomorrow_has_the_prompts_of_its_first_day(
     assert launch["main"](command()) == 2
     clock(TODAY)
     assert launch["main"](command()) == 0, capsys.readouterr().err
-    assert "Going on from step 1" in capsys.readouterr().out
+    assert "Resuming from step 1" in capsys.readouterr().out
     found = [lines(tmp_path / name / "samples.jsonl") for name in ("whole", "run")]
     assert found[0] == found[1] and len(found[0]) == 32
     assert saved_date(tmp_path / "run") == saved_date(tmp_path / "whole") == "2026-03-01"

@@ -161,7 +161,7 @@ def test_a_killed_run_goes_on_with_the_same_file_or_is_allowed_another(tmp_path)
     assert "checkpoint.allow_changes=True" in refused.stderr
     done = run([*shorter, "--config.checkpoint.allow_changes=True"])
     assert done.returncode == 0, done.stderr
-    assert "Going on from step" in done.stdout
+    assert "Resuming from step" in done.stdout
     heard = tiny_run.lines(tmp_path / "run" / "lines.jsonl")
     assert [row["step"] for row in heard] == list(range(len(heard)))
 

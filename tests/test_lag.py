@@ -378,8 +378,8 @@ def test_killed_with_samples_ahead_and_resumed_is_uninterrupted(index, place, wh
 def test_a_signal_ends_the_run_once_the_samples_beside_are_there(place, whole):
     stopped = test_resume.run(place, "stopped", "training:SIGHUP", 7)
     assert stopped.returncode == 128 + signal.SIGHUP, stopped.stderr
-    assert "the same command goes on" in stopped.stderr
+    assert "the same command resumes" in stopped.stderr
     written = len(lines(place / "stopped" / "metrics.jsonl"))
     done = test_resume.run(place, "stopped", "none", 0)
-    assert f"Going on from step {written}" in done.stdout, done.stderr
+    assert f"Resuming from step {written}" in done.stdout, done.stderr
     test_resume.check_equal(place / "stopped", whole)

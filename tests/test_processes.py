@@ -392,7 +392,7 @@ def until(workdir: Path, steps: int, process: subprocess.Popen) -> None:
 
 def check_resumed(place: Path, name: str, whole: dict) -> None:
     code, out, errors = two(place, name, **WHOLE)
-    assert code == 0 and out.count("Going on from step") == 1, errors
+    assert code == 0 and out.count("Resuming from step") == 1, errors
     for part, value in left_by(place / name).items():
         assert value == whole[part], part
 

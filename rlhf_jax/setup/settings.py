@@ -39,6 +39,7 @@ ALL_TOKENS = 1 << 40
 
 
 def batches(spec: RunSpec) -> Batches:
+    """Return the shuffled order of the prompts."""
     config = spec.config
     return Batches(len(spec.prompts), derived.prompts(config), config.seed)
 
