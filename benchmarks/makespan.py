@@ -268,16 +268,13 @@ def document(options: argparse.Namespace) -> dict:
 
     def measured(own: SimulatedSlice, *both: Policy) -> dict:
         charged = not options.free_decisions
-        apart, fused = (
-            simulate(own, options.slices, total, prompt, policy, scoring, charged)
-            for policy in both
-        )
+        stage = (own, options.slices, total, prompt)
+        apart, fused = (simulate(*stage, policy, scoring, charged) for policy in both)
         return figures(apart, fused, options.slices, inference, scoring)
 
     found = {name: measured(own, *both) for name, (own, *both) in policies.items()}
-    limits = [
-        lower_bound(machine, total, options.slices, prompt, more) for more in (0.0, inference)
-    ]
+    slices = options.slices
+    limits = [lower_bound(machine, total, slices, prompt, more) for more in (0.0, inference)]
     return {
         "responses": responses_of(total),
         "lower_bound_seconds": round(limits[0], 3),

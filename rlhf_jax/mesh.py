@@ -195,14 +195,16 @@ def make_mesh(
     parts = []
     for group in range(slice_groups):
         of_group = ranks[group * group_ranks : (group + 1) * group_ranks]
-        own = [device for device in devices if device.process_index in of_group]
+        group_devices = [device for device in devices if device.process_index in of_group]
         # a TPU's axes may be split: tensor=2 in a slice of 4x4x4 chips takes half of one
         try:
-            torus = mesh_utils.create_device_mesh(group_shape, own, allow_split_physical_axes=True)
+            torus = mesh_utils.create_device_mesh(
+                group_shape, group_devices, allow_split_physical_axes=True
+            )
         except AssertionError as error:
             raise ValueError(
-                f"TPUs {own[0].id} to {own[-1].id} are no box of their torus, as a program's must"
-                " be; give a call half of the chips, a quarter ... or three quarters of whole"
+                f"TPUs {group_devices[0].id} to {group_devices[-1].id} are no box of their torus, as a"
+                " program's must be; give a call half of the chips, a quarter ... or three quarters of whole"
                 " planes."
             ) from error
         parts.append(torus)

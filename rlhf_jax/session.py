@@ -238,7 +238,7 @@ class Session:
 
         distributed.run_on_all(write)
         compiling = self._clock.take_held_up()
-        self._progress.finish(report.metrics, compiling, self._seconds_beside(state.step))
+        self._progress.finish(report.metrics, compiling, self._other_seconds(state.step))
         if skipped := report.metrics.get("training/skipped"):
             self._progress.say(f"{skipped:.0f} minibatches skipped: a number was not finite")
         self._call_back(lambda one: one.after_step(step, report.metrics))
@@ -250,7 +250,7 @@ class Session:
         """Return the seconds by phase since the beginning, the longest phase first."""
         return self._clock.seconds()
 
-    def _seconds_beside(self, step: int) -> float:
+    def _other_seconds(self, step: int) -> float:
         """Return the predicted seconds of the evaluations that remain after a step."""
         every = self.spec.config.evaluation.every
         if not self._evaluations:

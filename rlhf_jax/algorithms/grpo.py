@@ -67,7 +67,7 @@ def policy_gradient(terms: TokenTerms) -> Share:
     old = jax.lax.stop_gradient(now) if scored is None else scored
     reference = terms.column("reference_logprobs")
     reference = old if reference is None else reference
-    own = LossTerms(
+    terms_of_loss = LossTerms(
         now,
         old,
         batch.columns["advantages"],
@@ -78,8 +78,8 @@ def policy_gradient(terms: TokenTerms) -> Share:
         clip_high=settings.clip_high,
     )
     options = GRPOOptions() if settings.options is None else settings.options
-    losses = jnp.where(mask, LOSSES[options.loss](own), 0.0)
-    ratios = own.ratios
+    losses = jnp.where(mask, LOSSES[options.loss](terms_of_loss), 0.0)
+    ratios = terms_of_loss.ratios
     outside = (ratios < 1.0 - settings.clip_low) | (ratios > 1.0 + settings.clip_high)
     means = {
         "loss/policy": losses,
@@ -166,8 +166,8 @@ def scores(config: Config) -> tuple[str, ...]:
 
 def estimator_of(config: Config) -> Estimator:
     """Return the estimator of advantages from the config, or the algorithm's default."""
-    own = "gae" if "critic" in algorithm_of(config).losses else "grpo"
-    return ESTIMATORS[config.algorithm.estimator or own]
+    default = "gae" if "critic" in algorithm_of(config).losses else "grpo"
+    return ESTIMATORS[config.algorithm.estimator or default]
 
 
 def advantage_config(config: Config) -> AdvantageConfig:

@@ -53,8 +53,8 @@ def baseline(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, flo
     gains = np.where(batch.mask, columns["logprobs"] - columns["reference_logprobs"], 0.0)
     others = np.asarray(columns["preference"]) == 0
     mean = max(0.0, float(gains.sum(axis=1)[others].mean()))
-    own = dataclasses.replace(batch, mask=batch.mask & ~others[:, None])
-    known = own.with_columns(kl_baseline=np.array(mean, np.float32))
+    answers = dataclasses.replace(batch, mask=batch.mask & ~others[:, None])
+    known = answers.with_columns(kl_baseline=np.array(mean, np.float32))
     return known, {"preference/baseline": mean}
 
 

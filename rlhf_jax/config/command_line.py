@@ -147,12 +147,12 @@ def load(spec: str) -> Config:
             " and no other keys."
         )
     require_texts(config)
-    _look_beside(config, path.resolve().parent)
+    _locate_files(config, path.resolve().parent)
     config.lock()
     return config
 
 
-def _look_beside(config: Config, folder: pathlib.Path) -> None:
+def _locate_files(config: Config, folder: pathlib.Path) -> None:
     """Replace names of missing files by paths next to the config, if the files are there."""
 
     def located(name: str) -> str:
@@ -211,9 +211,9 @@ def _override(config: Config, arguments: list[str]) -> None:
     last = dict(_key_and_text(argument, known) for argument in arguments)
     last_arguments = {name: f"--config.{name}={text}" for name, text in last.items()}
     values = flags.FlagValues()
-    own = typed(Any, config)  # a ConfigDict
+    typed_config = typed(Any, config)  # a ConfigDict
     config_flags.DEFINE_config_dict(
-        "config", own, flag_values=values, sys_argv=[*last_arguments.values()]
+        "config", typed_config, flag_values=values, sys_argv=[*last_arguments.values()]
     )
     for name, argument in last_arguments.items():
         wanted = type(operator.attrgetter(name)(config)).__name__

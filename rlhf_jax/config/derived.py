@@ -74,8 +74,8 @@ def batch_tokens(config: Config, minibatches: int = 1) -> int:
 
 def group_tokens(config: Config) -> int:
     """Return the most tokens of all samples of a prompt; the prompt counts once."""
-    own = samples(config) // prompts(config)
-    return config.data.max_prompt_tokens + own * response_tokens(config)
+    samples_of_prompt = samples(config) // prompts(config)
+    return config.data.max_prompt_tokens + samples_of_prompt * response_tokens(config)
 
 
 def scorers(config: Config) -> tuple[str, ...]:

@@ -64,6 +64,6 @@ def own_code(config: Config) -> dict[str, str]:
     for value in flat(config).values():
         several = value.values() if isinstance(value, dict) else value
         specs = several if isinstance(value, (dict, list, tuple)) else [value]
-        own = [spec for spec in specs if isinstance(spec, str) and is_of_file(spec)]
-        digests |= {spec: file_digest(spec.rpartition(":")[0]) for spec in own}
+        specs_of_code = [spec for spec in specs if isinstance(spec, str) and is_of_file(spec)]
+        digests |= {spec: file_digest(spec.rpartition(":")[0]) for spec in specs_of_code}
     return digests

@@ -67,12 +67,12 @@ def add_tokens(
     file, declared = _read_ids(folder, settings)
     named, extra = _special_tokens(settings, folder / "tokenizer_config.json")
     with reading_foreign(folder / "tokenizer.json", "a tokenizer"):
-        own = backend.get_added_tokens_decoder().values()
+        added = backend.get_added_tokens_decoder().values()
         # A token is special if any source marks it so.
-        special = {token.content for token in (*own, *named.values()) if token.special}
+        special = {token.content for token in (*added, *named.values()) if token.special}
         for token in declared.values():
             token.special |= token.content in special
-        same = {repr(token) for token in own}
+        same = {repr(token) for token in added}
         new = [token for _, token in sorted(declared.items()) if repr(token) not in same]
         backend.add_tokens(new)
         known = {token.content for token in backend.get_added_tokens_decoder().values()}
@@ -112,13 +112,15 @@ def _special_tokens(
 ) -> tuple[dict[str, tokenizers.AddedToken], list[tokenizers.AddedToken]]:
     """Return the special tokens that have a key, by key, and those that have none."""
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
-    own = {key: settings[key] for key in settings if _is_token(key)}
+    keyed = {key: settings[key] for key in settings if _is_token(key)}
     if isinstance(extra, dict):
-        own |= extra
+        keyed |= extra
         extra = []
-    order = [*SPECIAL_TOKENS, *(key for key in own if key not in SPECIAL_TOKENS)]
+    order = [*SPECIAL_TOKENS, *(key for key in keyed if key not in SPECIAL_TOKENS)]
     # An empty text means no token.
-    named = {key: _token(own[key], key, file) for key in order if own.get(key) not in (None, "")}
+    named = {
+        key: _token(keyed[key], key, file) for key in order if keyed.get(key) not in (None, "")
+    }
     return named, [_token(token, "extra_special_tokens", file) for token in extra]
 
 

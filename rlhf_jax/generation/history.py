@@ -43,13 +43,13 @@ class History:
         They have up to `size` tokens in total, the latest last. Answers of one kind share
         boilerplate, such as the keys of JSON.
         """
-        own = _digest(prompt)
+        digest = _digest(prompt)
         latest = []
         tokens = 0
         for other, texts in reversed(self._texts.items()):
             if tokens >= self._size:
                 break
-            if other != own:
+            if other != digest:
                 latest.append(texts[-1][1])
                 tokens += len(texts[-1][1]) + 1
         return tuple(reversed(latest))
@@ -112,9 +112,9 @@ class History:
         texts = iter(np.split(np.asarray(state["tokens"], np.int32), ends)[:-1])
         ids = iter(ids.tolist())
         for prompt, count in zip(state["prompts"], state["texts"], strict=True):
-            own = collections.deque((next(ids), next(texts)) for _ in range(int(count)))
-            self._texts[np.asarray(prompt, np.uint8).tobytes()] = own
-            self._tokens += _count(own)
+            texts_of_prompt = collections.deque((next(ids), next(texts)) for _ in range(int(count)))
+            self._texts[np.asarray(prompt, np.uint8).tobytes()] = texts_of_prompt
+            self._tokens += _count(texts_of_prompt)
 
 
 def _digest(prompt: np.ndarray) -> bytes:

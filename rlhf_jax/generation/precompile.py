@@ -45,7 +45,7 @@ def first_programs(
     shrink = []
     batches = scheduler.begin_slices(models, samples, decoding, layout=layout)
     for batch in batches:
-        own = shapes(batch.models)
+        model_shapes = shapes(batch.models)
         sizes = scheduler.row_sizes(len(batch.rows), decoding, batch.layout)
         whole = shapes(batch.state)
         states = [whole, *(_of_rows(whole, rows, batch.layout) for rows in sizes[1:])]
@@ -54,7 +54,7 @@ def first_programs(
                 speculative_round,
                 compile_only,
                 state,
-                own,
+                model_shapes,
                 decoding.strategies[0],
                 scheduler.sibling_rows([None] * rows, decoding),
                 decoding,
@@ -63,7 +63,7 @@ def first_programs(
             )
             for rows, state in zip(sizes, states, strict=True)
         ]
-        admission = (states[0], own, prompts, decoding, batch.layout)
+        admission = (states[0], model_shapes, prompts, decoding, batch.layout)
         begin += [rounds[0], functools.partial(_compile_admission, *admission)]
         shrink += rounds[1:]
         for state, rows in zip(states, sizes[1:], strict=False):

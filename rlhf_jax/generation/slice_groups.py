@@ -94,8 +94,8 @@ def slice_group_of(layout: Layout, name: str = "") -> SliceGroup:
     """Return this process's slice group in a stage over all slices of a layout."""
     if layout.mesh is None:
         return SliceGroup((distributed.rank(),), name, tuple(range(distributed.count())))
-    own = next((part.owners for part in layout.split() if part.is_here), ())
-    return SliceGroup(own, name, layout.owners)
+    owners = next((part.owners for part in layout.split() if part.is_here), ())
+    return SliceGroup(owners, name, layout.owners)
 
 
 @contextlib.contextmanager

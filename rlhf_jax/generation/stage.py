@@ -278,10 +278,10 @@ def first_programs(
     group = slice_group_of(settings.layout)
     if not group.ranks:
         return [], dict
-    own = prompts if settings.plan_reallocation else group.share(prompts)
-    samples = len(own) * settings.samples_per_prompt
+    prompts_here = prompts if settings.plan_reallocation else group.share(prompts)
+    samples = len(prompts_here) * settings.samples_per_prompt
     return precompile.first_programs(
-        models, samples, own, settings.decoding, settings.layout, looks_back
+        models, samples, prompts_here, settings.decoding, settings.layout, looks_back
     )
 
 

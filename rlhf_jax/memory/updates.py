@@ -75,8 +75,8 @@ def student_parts(run: PlannedRun) -> list[Part]:
     copied = run.is_pipelined
     run = dataclasses.replace(run, layout=run.layout.unpipelined)
     copy = run.weights(run.models.policy) if copied else 0
-    own = run.weights(run.models.drafter, ends=False)
-    gradients = run.weights(run.models.drafter, FLOAT32, ends=False) + own
+    weights = run.weights(run.models.drafter, ends=False)
+    gradients = run.weights(run.models.drafter, FLOAT32, ends=False) + weights
     samples = derived.student_samples(run.config)
     hidden = hidden_bytes(run, row_share(samples, run.layout))
     work = max(copy + reading_bytes(run, copied=copied), learning_bytes(run))

@@ -74,14 +74,14 @@ def map_tokens(
     head = pin_weights(head, layout)
     if head_dtype is not None:
         head = jax.tree.map(lambda leaf: leaf.astype(head_dtype), head)
-    own = _copy_to_shards(head, layout)
+    heads = _copy_to_shards(head, layout)
     shards = layout.row_shards
     rows, slots = jax.tree.leaves(arrays)[0].shape[:2]
     lines = jax.tree.map(lambda leaf: leaf.reshape(shards, -1, *leaf.shape[2:]), arrays)
     blocks = split_columns(lines, chunk * shards)
 
     def of_block(block: Any) -> ArrayTree:
-        return jax.vmap(measure)(own, *block)
+        return jax.vmap(measure)(heads, *block)
 
     def of_wanted(given: tuple[Any, Array]) -> ArrayTree:
         block, is_wanted = given

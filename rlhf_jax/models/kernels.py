@@ -45,10 +45,10 @@ def verify_head(layout: Layout) -> Callable[..., Parts]:
 
     def parts(model: Model, hidden: Array, noise: Array, temperature: Array) -> Parts:
         """Compute the parts of all nodes of all rows."""
-        own = head_of(model)
-        tied = isinstance(own, OutputFirst)
+        head_weight = head_of(model)
+        tied = isinstance(head_weight, OutputFirst)
         vocab = model.config.vocab_size
-        head = own.weight if tied else own
+        head = head_weight.weight if tied else head_weight
         of = functools.partial(run, tied=tied)
 
         def local(hidden: Array, head: Array, noise: Array, temperature: Array) -> Parts:

@@ -65,7 +65,7 @@ class Progress:
         self._live_numbers: Mapping[str, float] = {}
         self._parts: PhaseParts | None = None
         self._seconds: list[float] = []
-        self._beside = 0.0
+        self._other_seconds = 0.0
         self._columns: list[tuple[str, str, int, str]] = []
         self._drawn: list[float] = []
         self._counter_width = max(len("step"), 2 * len(str(total)) + 1)
@@ -105,16 +105,16 @@ class Progress:
             self.say(f"{counter}  {self._phase}  {self._status()}")
 
     def finish(
-        self, metrics: Mapping[str, float], compiling: float = 0.0, beside: float = 0.0
+        self, metrics: Mapping[str, float], compiling: float = 0.0, other_seconds: float = 0.0
     ) -> None:
         """End a step: print its line, of the keys in STEP_COLUMNS and the time left.
 
         compiling: seconds of the step spent waiting for compilers, which later steps need not.
-        beside: seconds left for work outside steps, such as evaluations. The first step determines
-        the columns, and prints their headings.
+        other_seconds: seconds left for work outside steps, such as evaluations. The first step
+        determines the columns, and prints their headings.
         """
         now = time.monotonic()
-        self._beside = beside
+        self._other_seconds = other_seconds
         if not self._seconds:
             self._columns = [column for column in STEP_COLUMNS if column[1] in metrics]
             headings = [heading.rjust(width) for heading, _, width, _ in self._columns]
@@ -158,7 +158,7 @@ class Progress:
         recent = self._seconds[1:][-RECENT_STEPS:] or self._seconds
         if not recent:
             return "?"
-        seconds = (self._total - self._done) * statistics.median(recent) + self._beside
+        seconds = (self._total - self._done) * statistics.median(recent) + self._other_seconds
         return str(datetime.timedelta(seconds=round(seconds)))
 
     def _panel(self) -> Group:

@@ -62,9 +62,9 @@ class Sender:
         held_out: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Add the numbers of a step, and its samples or those of an evaluation."""
-        own = {key: float(value) for key, value in numbers.items() if key != "step"}
+        metrics = {key: float(value) for key, value in numbers.items() if key != "step"}
         measured = self._rows.setdefault(step, Measured())
-        measured.numbers.update(own)
+        measured.numbers.update(metrics)
         measured.samples[SAMPLES] += samples
         measured.samples[HELD_OUT] += held_out
 

@@ -138,8 +138,8 @@ class Mlflow:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         known = self._client.get_experiment_by_name(name)
         experiment = known.experiment_id if known else self._client.create_experiment(name)
-        if own := self._client.search_runs([experiment], f"tags.`rlhf_jax.run` = '{run.id}'"):
-            self._id = own[0].info.run_id
+        if earlier := self._client.search_runs([experiment], f"tags.`rlhf_jax.run` = '{run.id}'"):
+            self._id = earlier[0].info.run_id
             self._client.update_run(self._id, "RUNNING")
             return
         made = self._client.create_run(experiment, tags={"rlhf_jax.run": run.id}, run_name=run.name)

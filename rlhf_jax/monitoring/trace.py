@@ -62,11 +62,11 @@ def idle_share(spans: Iterable[Span], slices: int) -> float:
 
     Time counts from the first beginning to the last end.
     """
-    own = apart(spans)
-    if not own:
+    separate = apart(spans)
+    if not separate:
         return 0.0
-    whole = slices * (max(span.ended for span in own) - own[0].began)
-    return 1.0 - sum(span.ended - span.began for span in own) / whole if whole else 0.0
+    whole = slices * (max(span.ended for span in separate) - separate[0].began)
+    return 1.0 - sum(span.ended - span.began for span in separate) / whole if whole else 0.0
 
 
 def chrome_trace(spans: Iterable[Span], lanes: Sequence[str]) -> dict[str, Any]:
@@ -75,11 +75,11 @@ def chrome_trace(spans: Iterable[Span], lanes: Sequence[str]) -> dict[str, Any]:
     A lane is a thread of its name, and times are whole microseconds from the first beginning, so
     that neighbours touch and never overlap. A counter has the live rows of all slices.
     """
-    own = apart(spans)
-    own = since(own, own[0].began) if own else []
+    separate = apart(spans)
+    separate = since(separate, separate[0].began) if separate else []
     events = []
     changes: dict[int, int] = collections.defaultdict(int)  # of the live rows, by time
-    for span in own:
+    for span in separate:
         counted = ("samples", "bytes") if span.kind == "exchange" else ("rows", "tokens")
         began = round(1e6 * span.began)
         ended = round(1e6 * span.ended)

@@ -80,9 +80,9 @@ def interleaved(base: Placement, calls: Collection[str]) -> dict[str, Placement]
     first, second = _halves(base, "interleaved")
     critic = any(call.endswith("_training") and call != "policy_training" for call in calls)
     ours = ("", "policy", "reference") if critic else ("", "policy")
-    beside = {call for call in calls if call.rpartition("_")[0] not in ours}
-    placements = {call: second if call in beside else first for call in calls}
-    if not beside:
+    others = {call for call in calls if call.rpartition("_")[0] not in ours}
+    placements = {call: second if call in others else first for call in calls}
+    if not others:
         raise ValueError(
             "plan 'interleaved' has nothing to place beside the policy: this run has no critic,"
             " reference or reward model; choose 'colocated' or 'disaggregated'."

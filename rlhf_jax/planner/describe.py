@@ -63,9 +63,9 @@ def _predicted_rows(config: Config, planned: Planned) -> list[tuple[str, str]]:
         for call in calls
     ]
     step = f"{sum(call.seconds for call in calls):8.1f} s  a step, predicted by formulas"
-    beside = "calls on devices of their own run side by side: --search predicts a step"
+    note = "calls on devices of their own run side by side: --search predicts a step"
     lines += [
-        step if planned.plan.is_uniform else beside,
+        step if planned.plan.is_uniform else note,
         "PFLOP of all devices; GB that each receives; not measured",
         f"prompts of {config.data.max_prompt_tokens} tokens, every response of"
         f" {derived.response_tokens(config)}, no drafts",
@@ -82,9 +82,9 @@ def predict_calls(run: PlannedRun, hardware: Hardware) -> list[CallCost]:
     costs = []
     pipelined = []
     for call in derived.calls(run.config):
-        own = run.at(call) or run
-        placed = PlacedRun(own, hardware.part(own.layout.extent(meshes.AXES)))
-        if own.is_pipelined:
+        run_of_call = run.at(call) or run
+        placed = PlacedRun(run_of_call, hardware.part(run_of_call.layout.extent(meshes.AXES)))
+        if run_of_call.is_pipelined:
             pipelined.append((call, placed))
         else:
             costs.append(predict_call(placed, call))

@@ -22,7 +22,7 @@ def print_search(searched: Searched, variations: list[Variation]) -> None:
         f"{line}, {seconds:.2f} s"
         for line, seconds in zip(best.plan.table(), best.calls.values(), strict=True)
     ]
-    beside = [f"{plan.name}: {why_not(plan, best)}" for plan in others]
+    reasons = [f"{plan.name}: {why_not(plan, best)}" for plan in others]
     varied = "\n".join(map(variation_line, variations))
     rows = [
         *(
@@ -30,7 +30,7 @@ def print_search(searched: Searched, variations: list[Variation]) -> None:
             for lag in range(best.lag + 1)
         ),
         *(("left out", f"{name}: {reason}") for name, reason in searched.left_out.items()),
-        *([("beside it", "\n".join(beside))] if beside else []),
+        *([("beside it", "\n".join(reasons))] if reasons else []),
         ("found", "\n".join(table)),
         ("memory", "\n".join(memory_parts.table(best.parts))),
         ("weights", "\n".join(map(moved_line, searched.plans))),

@@ -121,8 +121,8 @@ def _joint_trainings(space: SearchSpace) -> list[tuple[dict[str, Placement], Joi
             continue
         count = blocks * space.block_devices
         first = part_starts(blocks, space.blocks)[-1] * space.block_devices
-        own = dataclasses.replace(space.base, first=first, count=count)
-        for policy in policy_pipelines(own, node_chips, space.models):
+        base = dataclasses.replace(space.base, first=first, count=count)
+        for policy in policy_pipelines(base, node_chips, space.models):
             placements_found = placements_of(policy, space.models)
             placements = {
                 call: one for call, one in placements_found.items() if call in space.calls
@@ -157,10 +157,10 @@ def compare_trainings(prices: PlanPrices) -> TrainingComparison | None:
     of_shards: list[tuple[float, int, SearchResult]] = []
     in_turn = math.inf
     for rows in powers_of_two(min(minibatch, COMPARED_ROWS)):
-        own = copy.deepcopy(config)
-        own.training.update(microbatch_rows=rows, microbatch_tokens=0)
-        own.training.lag = 0
-        for space in dataclasses.replace(prices, config=own, held={}).spaces.values():
+        changed = copy.deepcopy(config)
+        changed.training.update(microbatch_rows=rows, microbatch_tokens=0)
+        changed.training.lag = 0
+        for space in dataclasses.replace(prices, config=changed, held={}).spaces.values():
             pipelined = fastest_pipelined(space)
             options = {call: list(space.options(call)) for call in calls}
             sharded = search(Problem(options, space.blocks, space.memory_limit))

@@ -76,8 +76,8 @@ class StageProgram:
         """Run the gradient of a later micro-batch, with an existing sum."""
         given = None if self.stage.reads_tokens else self.hidden
         cotangent = None if self.stage.loss else self.hidden
-        own = RunningStage(self.stage, self.part)
-        return run_backward(own, given, self.batch, cotangent, execute)
+        running = RunningStage(self.stage, self.part)
+        return run_backward(running, given, self.batch, cotangent, execute)
 
     def forward_bytes(self) -> float:
         """Return a device's bytes in a forward pass, arguments included."""
@@ -111,7 +111,7 @@ def pipelined_updates(calls: PlacedCalls, call: str) -> Iterator[CallProgram]:
     config = copy.deepcopy(calls.config)
     rows = max(1, derived.microbatch_rows(config) // len(copies))
     config.training.update(microbatch_rows=rows, microbatch_tokens=0)
-    own = dataclasses.replace(calls, config=config)
+    calls_of_copy = dataclasses.replace(calls, config=config)
     of_copy = stages.stages_of(copies[0])
     model = stages.model_of_copy(weights, copies[0], learner)
     parts = stages.cut(model, of_copy)
@@ -122,7 +122,9 @@ def pipelined_updates(calls: PlacedCalls, call: str) -> Iterator[CallProgram]:
     # stages.
     resident = calls.always(call, ["gradients, float32", KEPT])
     for index in sorted({0, min(1, len(of_copy) - 2), len(of_copy) - 1}):
-        program = StageProgram(own, call, of_copy[index], parts[index], shallow, calls.reads)
+        program = StageProgram(
+            calls_of_copy, call, of_copy[index], parts[index], shallow, calls.reads
+        )
         yield from _ends(calls, call, model, of_copy[index], resident)
         yield from _tasks(program, works, resident)
     yield from _summed_copies(calls, call, learner, weights, resident)
@@ -156,7 +158,7 @@ def _tasks(program: StageProgram, works: StageWorks, resident: float) -> Iterato
         held_bytes(program.hidden) * program.run.layout.extent("tensor"),
         program.run.layout.extent("tensor"),
     )
-    own = held_bytes(program.part.layers) + held_bytes(program.part.layers, FLOAT32)
+    held = held_bytes(program.part.layers) + held_bytes(program.part.layers, FLOAT32)
     config = program.calls.config
     layout = program.stage.settings.layout
 
@@ -167,7 +169,7 @@ def _tasks(program: StageProgram, works: StageWorks, resident: float) -> Iterato
             f"{name} stage {kind}",
             run,
             Predicted(size, work.flops, work.traffic.total + hops * gathered),
-            resident=resident - own,
+            resident=resident - held,
             depth=program.config.num_layers,
             turns=shapes.pairs_of_texts(config, layout, derived.microbatch_rows(config)),
         )

@@ -75,13 +75,13 @@ class PlanPrices:
     @classmethod
     def of(cls, config: Config, planned: Planned, lag: int) -> PlanPrices:
         """Return the prices of a run with a given lag."""
-        own = copy.deepcopy(config)
-        own.plan = ""
-        own.training.lag = lag
+        changed = copy.deepcopy(config)
+        changed.plan = ""
+        changed.training.lag = lag
         hardware = planned.hardware
-        mesh, _ = place_calls(own, planned.models, hardware, hardware.count, hardware.count)
+        mesh, _ = place_calls(changed, planned.models, hardware, hardware.count, hardware.count)
         base = dataclasses.replace(next(iter(mesh.placements.values())), pipelined=False)
-        return cls(own, planned.models, hardware, base)
+        return cls(changed, planned.models, hardware, base)
 
     def varied(self, constant: str, factor: float) -> PlanPrices:
         """Return the prices if one of the chip's efficiencies has another value."""

@@ -134,12 +134,12 @@ def simulate(
         rows = np.flatnonzero(stage.place >= 0)
         if not len(rows):
             raise RuntimeError("The policy lets samples wait for nothing.")
-        own = stage.place[rows]
-        ends = pause[own] + (total[rows] - stage.done[rows]) / rate[own]
+        places = stage.place[rows]
+        ends = pause[places] + (total[rows] - stage.done[rows]) / rate[places]
         step = float(np.clip(ends.min(), ROUND, RATED_EVERY))
         gained = rate * np.maximum(step - pause, 0.0)
         pause = np.maximum(pause - step, 0.0)
-        stage.done[rows] = np.minimum(stage.done[rows] + gained[own], total[rows])
+        stage.done[rows] = np.minimum(stage.done[rows] + gained[places], total[rows])
         over = rows[stage.done[rows] >= total[rows] - 1e-9]
         stage.place[over] = FINISHED
         changed = len(over) > 0

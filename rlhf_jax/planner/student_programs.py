@@ -42,15 +42,15 @@ def student_updates(calls: PlacedCalls) -> Iterator[CallProgram]:
     placements = dict(calls.plan.placements)
     placements[CALL] = dataclasses.replace(placements[CALL], pipelined=False)
     plan = dataclasses.replace(calls.plan, placements=placements)
-    own = dataclasses.replace(calls, config=config, plan=plan)
+    calls_in_slices = dataclasses.replace(calls, config=config, plan=plan)
     # no device of a pipeline has all layers, so a copy in the compute dtype reads it
-    yield reading(own, settings, copied=calls.run(CALL).is_pipelined)
+    yield reading(calls_in_slices, settings, copied=calls.run(CALL).is_pipelined)
     optimizer = make_optimizer(
         config.drafter.learning_rate, max_grad_norm=config.training.max_grad_norm
     )
     learner = Learner("drafter", DISTILLATION, optimizer, settings)
-    yield gradient(own, learner)
-    yield step(own, learner)
+    yield gradient(calls_in_slices, learner)
+    yield step(calls_in_slices, learner)
 
 
 def reading(calls: PlacedCalls, settings: TrainingSettings, *, copied: bool) -> CallProgram:
@@ -113,7 +113,7 @@ def gradient(calls: PlacedCalls, learner: Learner) -> CallProgram:
     sent = sent.minus(gradient_traffic(ends, tokens, remat=calls.remat))
     sent = sent.plus(forward_traffic(ends, tokens))
 
-    own = run.weights(student, FLOAT32, ends=False)
+    of_student = run.weights(student, FLOAT32, ends=False)
     of_policy = run.weights(policy, FLOAT32) - run.weights(policy, FLOAT32, ends=False)
     hidden = updates.hidden_bytes(run, run.batch_rows)
     work = run.weights(student, ends=False) + updates.learning_bytes(run)
@@ -129,8 +129,8 @@ def gradient(calls: PlacedCalls, learner: Learner) -> CallProgram:
         CALL,
         "student's gradient",
         run_gradient,
-        Predicted(2 * own + of_policy + hidden + work, flops, sent.total),
-        resident=calls.always(CALL) - own - of_policy + _all_hidden(calls) - hidden,
+        Predicted(2 * of_student + of_policy + hidden + work, flops, sent.total),
+        resident=calls.always(CALL) - of_student - of_policy + _all_hidden(calls) - hidden,
         depth=student.num_layers,
         turns=shapes.pairs_of_texts(calls.config, run.layout, passes.samples),
     )
@@ -139,13 +139,13 @@ def gradient(calls: PlacedCalls, learner: Learner) -> CallProgram:
 def step(calls: PlacedCalls, learner: Learner) -> CallProgram:
     """Return the optimizer's step of a student: weights, two moments and a gradient."""
     run = calls.run(CALL)
-    own = run.weights(_student(calls), FLOAT32, ends=False)
+    weights = run.weights(_student(calls), FLOAT32, ends=False)
     return CallProgram(
         CALL,
         "student's step",
         lambda execute, _: shapes.run_step(learner, student_shapes(calls), execute),
-        Predicted(4 * own),
-        resident=calls.always(CALL) - 3 * own + _all_hidden(calls),
+        Predicted(4 * weights),
+        resident=calls.always(CALL) - 3 * weights + _all_hidden(calls),
         depth=_student(calls).num_layers,
     )
 

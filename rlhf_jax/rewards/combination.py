@@ -133,8 +133,8 @@ def weighted(
         scores = _with_known(scorer, responses, known.get(name, {}))
         with np.errstate(over="ignore", invalid="ignore"):  # reported below
             values += np.float32(weight) * scores.values
-        own = {index: f"{name} {reason}" for index, reason in scores.failures.items()}
-        failures = own | failures
+        reasons = {index: f"{name} {reason}" for index, reason in scores.failures.items()}
+        failures = reasons | failures
         if len(scores.failures) < len(responses):
             metrics[f"reward/{name}/mean"] = float(np.nanmean(scores.values, dtype=float))
         metrics[f"reward/{name}/failed"] = float(len(scores.failures))

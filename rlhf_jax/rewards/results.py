@@ -92,18 +92,18 @@ def metric_name(name: object) -> str:
 def _result(value: Any) -> RewardResult:
     """Return a value, or one with numbers by name, as a score; never raise."""
     try:
-        own: dict[Any, Any] = {}
+        numbers: dict[Any, Any] = {}
         if isinstance(value, Mapping) and "score" in value:
             # verl keeps texts next to the score, too, for its tables.
-            own = {key: one for key, one in value.items() if not isinstance(one, str)}
-            value = own.pop("score", value["score"])
+            numbers = {key: one for key, one in value.items() if not isinstance(one, str)}
+            value = numbers.pop("score", value["score"])
         elif isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
-            own = dict(value[1])
+            numbers = dict(value[1])
             value = value[0]
         number = _number(value)
         if isinstance(number, str):
             return number
-        return Score(number, {metric_name(name): _number_or_nan(own[name]) for name in own})
+        return Score(number, {metric_name(name): _number_or_nan(numbers[name]) for name in numbers})
     except BaseException as error:  # an object may raise anything on any access
         return raised(error)
 

@@ -197,11 +197,11 @@ def _forks_end() -> Iterator[None]:
 
     It would otherwise answer as its parent does, and take the next calls.
     """
-    own = os.getpid()
+    pid = os.getpid()
     try:
         yield
     finally:
-        if os.getpid() != own:
+        if os.getpid() != pid:
             os._exit(0)
 
 

@@ -68,14 +68,14 @@ def signer() -> Signer:
             f" {signing.KEY}, of openssl rand -hex 32, or {signing.KEY_FILE} (launch/*.sh do)."
         )
     first = Signer(secret or secrets.token_bytes(32), rank())
-    own = secrets.token_bytes(32)
-    _lay(f"{FRESH} of {rank()}", own, first)
+    nonce = secrets.token_bytes(32)
+    _lay(f"{FRESH} of {rank()}", nonce, first)
     if leads():
         words = [_wait(f"{FRESH} of {other}", bytes, MEETING, first) for other in range(count())]
         _lay(FRESH, words, first)
     fresh = _wait(FRESH, list, 2 * MEETING, first) or []
     others = [other for other, its in enumerate(fresh) if its is None]
-    if others or len(fresh) != count() or fresh[rank()] != own:
+    if others or len(fresh) != count() or fresh[rank()] != nonce:
         who = f"ranks {others}" if others else f"rank {LEADER}"
         raise ValueError(
             f"{who} does not have the key of rank {rank()} has: give all processes of the run the"
@@ -187,24 +187,26 @@ def gather_results(work: Callable[[], T]) -> list[T]:
     """
     if not started():
         return [work()]
-    own: Exception | None = None
+    raised: Exception | None = None
     try:
         message = messages.encode((work(), None))
     except Exception as error:
-        own = error
+        raised = error
         message = messages.encode((None, messages.describe_error(error)))
     outcomes = _exchange(message)
     for place, (_, error) in enumerate(outcomes):
         if error is not None:
-            raise own if own is not None and place == rank() else messages.rebuild_error(error)
+            raise (
+                raised if raised is not None and place == rank() else messages.rebuild_error(error)
+            )
     return [result for result, _ in outcomes]
 
 
 def run_on_all(work: Callable[[], T]) -> T:
     """Return the result of `work` here, once it has ended on all; an error is raised on all."""
-    own: list[T] = []
-    gather_results(lambda: own.append(work()))
-    return own[0]
+    results: list[T] = []
+    gather_results(lambda: results.append(work()))
+    return results[0]
 
 
 def run_on_leader(work: Callable[[], T]) -> T:

@@ -115,9 +115,9 @@ class _Mirror:
 
     def is_further(self) -> bool:
         """Return whether the copy is that of the URL, perhaps with files not yet sent."""
-        own = self._folder / INDEX
+        index = self._folder / INDEX
         with self._one_sentence("read"):
-            return own.is_file() and json.loads(own.read_bytes()) == self._read_index()
+            return index.is_file() and json.loads(index.read_bytes()) == self._read_index()
 
     def bring(self, checkpoints: bool = True) -> None:
         """Replace the copy by the content of the URL, with or without the complete checkpoints."""

@@ -67,11 +67,11 @@ def send_pieces(pieces: Sequence[jax.Array], devices: Sequence[Any]) -> list[jax
     Every process names all pieces, in one order; it takes part in those it sends or receives. A
     piece that another process sends itself is an array without parts here.
     """
-    own = jax.process_index()
+    rank = jax.process_index()
     sent = []
     for piece, device in zip(pieces, devices, strict=True):
         (owner,) = owners_of(piece.sharding)
-        if owner == device.process_index != own:
+        if owner == device.process_index != rank:
             there = SingleDeviceSharding(device)
             shape = jax.ShapeDtypeStruct(piece.shape, piece.dtype, sharding=there)
             sent.append(parts_elsewhere(shape))

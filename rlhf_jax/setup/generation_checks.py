@@ -135,11 +135,11 @@ def check_lag(config: Config, plan: Plan) -> None:
         f"training.lag is 1, and algorithm {config.algorithm.name!r} does not weigh samples of"
         " older weights, as it reads no advantages; set it to 0.",
     )
-    own = set(plan.placements["generation"].devices)
+    devices = set(plan.placements["generation"].devices)
     shared = [
         call
         for call, placed in plan.placements.items()
-        if call != "generation" and own & set(placed.devices)
+        if call != "generation" and devices & set(placed.devices)
     ]
     require(
         not shared,

@@ -94,8 +94,10 @@ def initial_models(
     if layout := layouts.get("policy_training"):
         models["policy"] = trained(master(spec.policy, layout), optimizers["policy"], layout)
     for role in derived.trained_critics(spec.config):
-        own = layouts[f"{role}_training"]
-        models[role] = trained(master(spec.critic, own), optimizers[role], own, part=_critic)
+        training_layout = layouts[f"{role}_training"]
+        models[role] = trained(
+            master(spec.critic, training_layout), optimizers[role], training_layout, part=_critic
+        )
     if spec.student is not None:
         layout = layouts["policy_training"]
         source = master(spec.drafter, layout) if spec.drafter else models["policy"].weights
@@ -129,8 +131,8 @@ def frozen_models(spec: RunSpec) -> dict[str, Model]:
     if spec.student is None and spec.drafter is not None:
         drafter = load(spec.drafter, layouts["generation"])
         frozen["drafter"] = decoding_weights(drafter, layouts["generation"])
-    beside = config.drafter.learning_rate and not derived.makes_drafter(config)
-    if beside and spec.student is not None:
+    compares = config.drafter.learning_rate and not derived.makes_drafter(config)
+    if compares and spec.student is not None:
         layout = layouts["policy_training"].unpipelined
         source = load(spec.drafter or spec.policy, layout)
         frozen["student"] = transfer(student_of(source, spec.student.num_layers), layout)

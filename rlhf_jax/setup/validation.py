@@ -320,14 +320,14 @@ def _check_critic(config: Config) -> None:
 def _check_devices(config: Config, num_devices: int, num_processes: int) -> None:
     """Check the plan of calls, the slices of each process, and that rows split evenly."""
     plan = plan_of(config, num_devices)
-    own = num_devices // num_processes
+    per_process = num_devices // num_processes
     for call, placed in plan.placements.items():
         ends = (placed.first, placed.first + placed.count)
-        within_one = ends[0] // own == placed.devices[-1] // own
+        within_one = ends[0] // per_process == placed.devices[-1] // per_process
         require(
-            within_one or not any(end % own for end in ends),
+            within_one or not any(end % per_process for end in ends),
             f"plan {config.plan!r} gives {call} devices {ends[0]} to {ends[1] - 1}, and a process"
-            f" has {own}: give it all devices of some processes, or devices of one.",
+            f" has {per_process}: give it all devices of some processes, or devices of one.",
         )
     if generation := plan.placements.get("generation"):
         slices = generation.slices

@@ -51,19 +51,19 @@ class RolloutsAhead(Rollouts):
             observe("generation", None)
             host = draw(host, functools.partial(observe, "generation"))
         with contextlib.ExitStack() as stack:
-            beside = None
+            task = None
             if state.step + 1 < self.steps:
                 work = functools.partial(draw, host)
-                beside = stack.enter_context(BackgroundTask(work, "generation"))
+                task = stack.enter_context(BackgroundTask(work, "generation"))
             drawn = self._rewarded(host, observe, began)
-            if beside is None:
+            if task is None:
                 yield drawn
             else:
-                drawn.check = beside.check
+                drawn.check = task.check
                 yield drawn
                 waits = time.perf_counter()
                 observe("waiting", None)
-                drawn.host = beside.result(functools.partial(observe, "waiting"))
+                drawn.host = task.result(functools.partial(observe, "waiting"))
                 drawn.metrics["lag/waited_seconds"] = time.perf_counter() - waits
         drawn.spans = spans + drawn.spans
 

@@ -112,10 +112,14 @@ def student_of(model: Model, layers: int) -> Model:
             f"A student of {layers} layers cannot be made of {depth}; choose 1 to {depth}."
         )
     chosen = np.linspace(0, depth - 1, layers).round().astype(np.int32)
-    own = jax.tree.map(lambda leaf: leaf[chosen], stack(model).layers)
+    layers_taken = jax.tree.map(lambda leaf: leaf[chosen], stack(model).layers)
     config = student_config(model.config, layers)
     return Model(
-        embed=typed(Array, None), layers=own, norm=jnp.copy(model.norm), head=None, config=config
+        embed=typed(Array, None),
+        layers=layers_taken,
+        norm=jnp.copy(model.norm),
+        head=None,
+        config=config,
     )
 
 
@@ -252,8 +256,8 @@ def share_drawn_alike(
     embedding and head are read.
     """
     ends = cast(policy, settings.layout.dtype)
-    own = completed(cast(student, settings.layout.dtype), ends)
-    hidden = read_packed(own, batch, settings.layout, settings.remat)
+    whole = completed(cast(student, settings.layout.dtype), ends)
+    hidden = read_packed(whole, batch, settings.layout, settings.remat)
 
     def measure(head: Model, states: Array, *drawn: Array) -> jax.Array:
         scores = logits(head, states) / settings.temperature

@@ -273,12 +273,12 @@ def _minibatch(models: Models, minibatch: Sequences, learners: Learners) -> Mini
         count: pack(known, settings.extent, block, count, whole_groups=together)
         for count in set(shards)
     }
-    own = [models[role].weights for role in learners]
+    weights_of_roles = [models[role].weights for role in learners]
     first = packed[shards[0]]
-    in_flops = padding_flops(first, own[0].config, settings.layout, settings.chunk)
+    in_flops = padding_flops(first, weights_of_roles[0].config, settings.layout, settings.chunk)
     return Minibatch(
         list(learners.values()),
-        own,
+        weights_of_roles,
         [[part.batch for part in packed[count]] for count in shards],
         (padding_share(first), in_flops),
     )

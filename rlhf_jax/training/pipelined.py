@@ -155,8 +155,8 @@ def _begin(learner: Learner, model: Model, batches: Sequence[PackedSequences]) -
         stages = stages_of(copy)
         own_model = model_of_copy(model, copy, learner)
         running = list(map(RunningStage, stages, cut(own_model, stages)))
-        own = [rows_of_copy(batch, index, len(copies)) for batch in batches]
-        begun.append(RunningCopy(copy.settings.layout, running, own))
+        rows = [rows_of_copy(batch, index, len(copies)) for batch in batches]
+        begun.append(RunningCopy(copy.settings.layout, running, rows))
     return begun
 
 
@@ -164,38 +164,38 @@ def _go_forward(
     pipe: list[RunningStage], place: int, number: int, batch: PackedSequences, execute: Execute
 ) -> None:
     """Run a stage's forward of a micro-batch; the last one only stores its inputs."""
-    own = pipe[place]
-    layout = own.stage.settings.layout
-    needed = place_rows(own.stage.needed(batch), layout)
+    running = pipe[place]
+    layout = running.stage.settings.layout
+    needed = place_rows(running.stage.needed(batch), layout)
     given = send(pipe[place - 1].gave.pop(number), layout) if place else None
-    own.kept[number] = (given, needed)
-    if own.stage.loss is None:
-        own.gave[number] = execute(forward, own.part, given, needed, stage=own.stage)
+    running.kept[number] = (given, needed)
+    if running.stage.loss is None:
+        running.gave[number] = execute(forward, running.part, given, needed, stage=running.stage)
 
 
 def _go_backward(pipe: list[RunningStage], place: int, number: int, execute: Execute) -> None:
     """Add a stage's gradient of a micro-batch to its sum."""
-    own = pipe[place]
-    given, needed = own.kept.pop(number)
+    running = pipe[place]
+    given, needed = running.kept.pop(number)
     cotangent = None
-    if own.stage.loss is None:
-        cotangent = send(pipe[place + 1].cotangents.pop(number), own.stage.settings.layout)
-    own.total, onward = run_backward(own, given, needed, cotangent, execute)
+    if running.stage.loss is None:
+        cotangent = send(pipe[place + 1].cotangents.pop(number), running.stage.settings.layout)
+    running.total, onward = run_backward(running, given, needed, cotangent, execute)
     if onward is not None:
-        own.cotangents[number] = onward
+        running.cotangents[number] = onward
 
 
 def run_backward(
-    own: RunningStage, given: Any, needed: PackedSequences, cotangent: Any, execute: Execute
+    running: RunningStage, given: Any, needed: PackedSequences, cotangent: Any, execute: Execute
 ) -> tuple[Gradient, jax.Array | None]:
     """Run `backward` of a stage's micro-batch on its sum so far, which begins with nothing."""
-    options = {"stage": own.stage}
-    total = own.total
+    options = {"stage": running.stage}
+    total = running.total
     if total is None:
-        first, _ = backward.eval_shape(None, own.part, given, needed, cotangent, **options)
-        begun = {"names": tuple(first.metrics), "layout": own.stage.settings.layout}
-        total = execute(no_gradient, own.part, **begun)
-    return execute(backward, total, own.part, given, needed, cotangent, **options)
+        first, _ = backward.eval_shape(None, running.part, given, needed, cotangent, **options)
+        begun = {"names": tuple(first.metrics), "layout": running.stage.settings.layout}
+        total = execute(no_gradient, running.part, **begun)
+    return execute(backward, total, running.part, given, needed, cotangent, **options)
 
 
 def _record_task(
@@ -209,21 +209,21 @@ def _record_task(
     place = int(task["stage"])
     number = int(task["micro_batch"])
     index = int(task["copy"])
-    own = copies[index].stages[place]
+    running = copies[index].stages[place]
     last = place == len(copies[index].stages) - 1
     kind = "backward" if task["kind"] == BACKWARD else "forward"
     after = ("backward", place + 1) if kind == "backward" and not last else ("forward", place - 1)
     if kind == "forward":
-        result = own.gave.get(number)  # the last stage has none
+        result = running.gave.get(number)  # the last stage has none
     elif place:
-        result = own.cotangents[number]
+        result = running.cotangents[number]
     else:  # Nothing goes on; a small part is copied, since the next task donates the sum.
-        summed = jax.tree.leaves(typed(Gradient, own.total).weights.layers)
+        summed = jax.tree.leaves(typed(Gradient, running.total).weights.layers)
         result = jnp.copy(min(summed, key=jnp.size))
     if result is not None:
         names = [f"{call} {index} {number} {way} {stage}" for way, stage in ((kind, place), after)]
         # nodes in the order of devices, whichever way pipelines run
         layouts = [one.stage.settings.layout for copy in copies for one in copy.stages]
         nodes = sorted(layout.devices.flat[0].id for layout in layouts)
-        lane = nodes.index(own.stage.settings.layout.devices.flat[0].id)
+        lane = nodes.index(running.stage.settings.layout.devices.flat[0].id)
         progress(PipelineTask(call, began, lane, *names), result)

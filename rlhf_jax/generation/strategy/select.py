@@ -163,12 +163,14 @@ class Selector:
     def _learn(self) -> None:
         """Update the drafters' acceptance from the rounds since the last time."""
         for drafter in self.acceptance:
-            own = [one for one in self.unlearned if one[0].strategy.drafter == drafter and one[1]]
+            observed_rounds = [
+                one for one in self.unlearned if one[0].strategy.drafter == drafter and one[1]
+            ]
             known = acceptance.calibrate(
                 self.acceptance[drafter],
-                sum(report.accepted for report, _ in own),
-                sum(drafts for _, drafts in own),
-                rows=sum(report.live for report, _ in own),
+                sum(report.accepted for report, _ in observed_rounds),
+                sum(drafts for _, drafts in observed_rounds),
+                rows=sum(report.live for report, _ in observed_rounds),
             )
             shown: dict[bool, list[Observations]] = {True: [], False: []}
             for report, _ in self.unlearned:

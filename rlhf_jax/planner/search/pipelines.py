@@ -142,9 +142,11 @@ def one_stage(placed: PlacedRun) -> PlacedRun:
     """Return the run for one stage of a copy, on the devices of its node."""
     layout = placed.run.layout
     shape = {axis: layout.extent(axis) for axis in AXES} | {"slices": 1, "data": 1}
-    own = dataclasses.replace(layout, mesh=abstract_mesh(shape, layout.platform), role="training")
+    stage_layout = dataclasses.replace(
+        layout, mesh=abstract_mesh(shape, layout.platform), role="training"
+    )
     part = placed.hardware.part(math.prod(shape.values()))
-    return PlacedRun(dataclasses.replace(placed.run, layout=own), part)
+    return PlacedRun(dataclasses.replace(placed.run, layout=stage_layout), part)
 
 
 def stage_works(placed: PlacedRun, model: ModelConfig) -> StageWorks:
