@@ -202,10 +202,10 @@ def make_mesh(
                 group_shape, group_devices, allow_split_physical_axes=True
             )
         except AssertionError as error:
+            ends = f"{group_devices[0].id} to {group_devices[-1].id}"
             raise ValueError(
-                f"TPUs {group_devices[0].id} to {group_devices[-1].id} are no box of their torus, as a"
-                " program's must be; give a call half of the chips, a quarter ... or three quarters of whole"
-                " planes."
+                f"TPUs {ends} are no box of their torus, as a program's must be; give a call half"
+                " of the chips, a quarter ... or three quarters of whole planes."
             ) from error
         parts.append(torus)
     return Mesh(np.concatenate(parts), AXES, axis_types=AXIS_TYPES)
