@@ -1,12 +1,12 @@
-"""How a reward function wants to be called, read from the names of its parameters.
+"""Read the call signature of a reward function from the names of its parameters.
 
     f(prompt, response, row) -> float            a response at a time
     f(prompt, responses, row) -> list of floats  all samples of a prompt
     f(completions, **columns) -> list of floats  all responses at once, as TRL calls its rewards
 
-The names decide, in any order; a function may leave out what it does not read. verl's names stand
-beside those of the first form (`solution_str, ground_truth, data_source, extra_info`) and, in the
-plural, of the last. Each function may be `async`; `results` says what it may return.
+The names decide, in any order; a function may leave out unused ones. verl's names are alternatives
+to those of the first form (`solution_str, ground_truth, data_source, extra_info`) and, in the
+plural, of the last. Each function may be `async`; `results` defines the return values.
 """
 
 from __future__ import annotations
