@@ -236,7 +236,7 @@ def test_a_library_that_ends_a_process_is_named_with_the_file_of_its_words():
 @pytest.mark.parametrize(
     ("verdict", "away", "said"),
     [
-        (Verdict(unheard=(2, 3)), 0, {0: "ranks 2 and 3 are gone", 1: "", 2: "rank 2 itself was"}),
+        (Verdict(unheard=(2, 3)), 0, {0: "ranks 2 and 3 are gone", 1: "", 2: "rank 2 itself sent"}),
         (Verdict(unheard=(0,)), 0, {1: "rank 0 is gone (no heartbeat for 10 s)", 2: ""}),
         (
             Verdict(unheard=(1,)),

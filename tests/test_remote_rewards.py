@@ -80,7 +80,7 @@ ANSWERS = {
     "a pause that is over": ([(503, {"Retry-After": "in -9"}, ""), FINE], [0.0], 3.0),
     "a pause of nonsense": ([(429, {"Retry-After": "soon"}, ""), FINE], [0.5], 3.0),
     "a negative pause": ([(429, {"Retry-After": "-5"}, ""), FINE], [0.5], 3.0),
-    "too long a pause": ([(429, {"Retry-After": "3600"}, "")], [], "wants 3600 s of pause"),
+    "too long a pause": ([(429, {"Retry-After": "3600"}, "")], [], "requests 3600 s of pause"),
     "missing": ([(404, {"Retry-After": "1"}, "gone")], [], "answered 404 'gone'"),
     "moved here": ([(307, {"Location": "/other"}, ""), FINE], [], 3.0),
     "moved for good": ([(308, {"Location": SAME}, ""), FINE], [], 3.0),
