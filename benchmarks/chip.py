@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def measure(devices: Sequence[Any], model: ModelConfig | None = None) -> dict[str, Any]:
-    """The document of these devices, which are alike, by calls of a model; None: one of MODELS."""
+    """The document of these equal devices, by calls of a model; None: one of MODELS."""
     on_cpu = devices[0].platform == "cpu"
     dtype = jnp.dtype(jnp.float32 if on_cpu else jnp.bfloat16)
     chip: dict[str, Any] = {
@@ -88,21 +88,21 @@ def median_seconds(run: Callable[[], Any], clock: Callable[[], float] = time.per
 
 
 def product_rate(device: Any, dtype: jnp.dtype, size: int) -> float:
-    """FLOPs a second of a product of two square matrices."""
+    """FLOPs per second of a product of two square matrices."""
     matrix = jax.device_put(jnp.ones((size, size), dtype), device)
     product = jax.jit(lambda x: x @ x)
     return 2 * size**3 / median_seconds(lambda: product(matrix))
 
 
 def memory_rate(device: Any, megabytes: int) -> float:
-    """Bytes a second that are read and written."""
+    """Bytes per second read and written."""
     array = jax.device_put(jnp.ones(megabytes << 18, jnp.float32), device)
     add = jax.jit(lambda x: x + 1)
     return 2 * array.nbytes / median_seconds(lambda: add(array))
 
 
 def link_rate(devices: Sequence[Any], megabytes: int) -> float:
-    """Bytes a second that each device receives where all gather an array."""
+    """Bytes per second that each device receives if all gather an array."""
     places = Mesh(devices, ("all",))
     whole = NamedSharding(places, PartitionSpec())
     parts = NamedSharding(places, PartitionSpec("all"))
@@ -124,8 +124,8 @@ def reached_shares(
     run = calls.run("generation")
     reads = run.weights(model, role="generation") + run.rows(estimate.decode_state(run))
     return {
-        "training": gradient.foreseen.flops / run_seconds(gradient) / chip["flops"],
-        "inference": scores.foreseen.flops / run_seconds(scores) / chip["flops"],
+        "training": gradient.predicted.flops / run_seconds(gradient) / chip["flops"],
+        "inference": scores.predicted.flops / run_seconds(scores) / chip["flops"],
         "decoding": reads / decoding / chip["memory_bandwidth"],
     }
 
@@ -168,7 +168,7 @@ def ppo_config(rows: int, tokens: int) -> Config:
 
 
 def run_seconds(program: CallProgram, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds of a program that is run over zeros, which it may use up."""
+    """Seconds of a program on zeros, which it may donate."""
     compiled = program.trace(program.depth).lower().compile()
     seconds = []
     for _ in range(1 + REPEATS):

@@ -39,7 +39,7 @@ SETTLE_SECONDS = 0.5  # thread pools of the engine before spin on after their la
 
 
 class Worker(NamedTuple):
-    """An engine in a process of its own, and its two ends of the talk."""
+    """An engine in a separate process, and the two ends of its pipe."""
 
     name: str
     commands: IO[str]
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def read_arguments() -> argparse.Namespace:
-    """The command line; ends in one sentence where it is wrong."""
+    """The command line; ends in one sentence if it is wrong."""
     parser = argparse.ArgumentParser(
         description="Plain decoding of rlhf_jax beside that of its peers."
     )
@@ -134,9 +134,8 @@ def read_vocabulary(folder: Path) -> int:
 
 
 def command(case: Case, vocabulary: int, seed: int) -> dict:
-    """What a worker is asked: different random prompts, so that no engine can share their
-    prefill.
-    """
+    """The command for a worker: different random prompts, so that no engine can share their
+    prefill."""
     ids = random.Random(seed)
     prompts = [
         [ids.randrange(vocabulary) for _ in range(case.prompt_tokens)] for _ in range(case.batch)
@@ -146,7 +145,7 @@ def command(case: Case, vocabulary: int, seed: int) -> dict:
 
 @contextlib.contextmanager
 def start(name: str, python: str, model: Path) -> Iterator[Worker]:
-    """The worker of an engine, ended on leaving."""
+    """The worker of an engine, ended on exit."""
     script = Path(__file__).parent / "peers" / f"{name}_worker.py"
     line = [python, str(script), str(model)]
     process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -159,7 +158,7 @@ def start(name: str, python: str, model: Path) -> Iterator[Worker]:
 
 
 def warm_up(worker: Worker, cases: list[Case], vocabulary: int) -> dict:
-    """Wait until the worker is loaded and has compiled every case; what it says of itself."""
+    """Wait until the worker is loaded and has compiled every case; return its description."""
     facts = receive(worker)
     first = {case.batch: ask(worker, command(case, vocabulary, 0))["seconds"] for case in cases}
     return facts | {

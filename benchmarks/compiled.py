@@ -73,29 +73,33 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--nodes", type=int, default=9)
     parser.add_argument("--layers", type=int, default=4, help="of the round's model; 0: no round")
-    asked = parser.parse_args(line)
-    asked.chips, asked.shapes = asked.chips.split(","), asked.shapes.split(",")
-    return asked
+    options = parser.parse_args(line)
+    options.chips, options.shapes = options.chips.split(","), options.shapes.split(",")
+    return options
 
 
-def measure(asked: argparse.Namespace) -> Iterator[dict]:
-    """The cases that are asked for."""
-    where = {"date": datetime.date.today().isoformat(), "rows": asked.rows, "nodes": asked.nodes}
-    for chip, name, kernel in itertools.product(asked.chips, asked.shapes, kernels.PROBLEMS):
-        for how, program in programs(kernel, SHAPES[name], asked.rows, asked.nodes, one(chip)):
+def measure(options: argparse.Namespace) -> Iterator[dict]:
+    """The requested cases."""
+    where = {
+        "date": datetime.date.today().isoformat(),
+        "rows": options.rows,
+        "nodes": options.nodes,
+    }
+    for chip, name, kernel in itertools.product(options.chips, options.shapes, kernels.PROBLEMS):
+        for how, program in programs(kernel, SHAPES[name], options.rows, options.nodes, one(chip)):
             case = {"what": kernel, "how": how, "shape": name, "topology": EVERY[chip]}
-            yield case | said(program) | where | versions(chip)
-    for chip in asked.chips if asked.layers else ():
+            yield case | figures(program) | where | versions(chip)
+    for chip in options.chips if options.layers else ():
         for how, chosen in contenders(one(chip)):
-            size = (asked.rows, asked.nodes)
-            program = lower_round(EIGHT[chip], asked.layers, chosen, *size)
-            case = {"what": "round", "how": how, "shape": "llama3_8b", "layers": asked.layers}
+            size = (options.rows, options.nodes)
+            program = lower_round(EIGHT[chip], options.layers, chosen, *size)
+            case = {"what": "round", "how": how, "shape": "llama3_8b", "layers": options.layers}
             if chip == "h100":
-                fewer = lower_round(EIGHT[chip], asked.layers - 1, chosen, *size)
+                fewer = lower_round(EIGHT[chip], options.layers - 1, chosen, *size)
                 deep, shallow = (compile_to_machine_code(each)[0] for each in (program, fewer))
                 counts = launched(deep).counts - launched(shallow).counts
                 case |= {"of_a_layer": dict(counts)}
-            yield case | {"topology": EIGHT[chip]} | said(program) | where | versions(chip)
+            yield case | {"topology": EIGHT[chip]} | figures(program) | where | versions(chip)
 
 
 def versions(chip: str) -> dict[str, str]:
@@ -112,7 +116,7 @@ def contenders(place: SingleDeviceSharding) -> list[tuple[str, Kernels]]:
     ]
 
 
-def said(lowered: Any) -> dict[str, Any]:
+def figures(lowered: Any) -> dict[str, Any]:
     """The compiler's own figures of one device, or why there are none, such as too little
     memory.
     """

@@ -41,7 +41,7 @@ class Case:
     target: Model
     drafter: Model | None
     wanted: list[Request]
-    # its strategies may be chosen; the first is taken where nothing chooses
+    # its strategies are the candidates; the first is used without a selector
     decoding: GenerationConfig
     layout: Layout
 
@@ -59,9 +59,7 @@ class Run:
 
 
 def run(case: Case, selector=None) -> Run:
-    """Roll out; samples in the order asked for. The selector's place may be taken by
-    `pricing.Forced`.
-    """
+    """Roll out; samples in request order. `pricing.Forced` may replace the selector."""
     reports = []
     start = time.perf_counter()
     chooser = cast(Selector | None, selector)
@@ -84,7 +82,7 @@ def fixed(case: Case, strategy: Strategy) -> Case:
 
 
 def plain(case: Case) -> Case:
-    """The case without anything that drafts."""
+    """The case without any drafter."""
     decoding = dataclasses.replace(case.decoding, strategies=(trees.PLAIN,), history=0)
     return dataclasses.replace(case, drafter=None, decoding=decoding)
 
@@ -101,11 +99,10 @@ def first(case: Case, count: int) -> Case:
 
 
 def prepare(case: Case, strategies: Sequence[Strategy], table: pricing.Table | None = None) -> None:
-    """Compile the strategies' rounds at all sizes that the batch may shrink to; time what the table
-    lacks.
-    """
+    """Compile the strategies' rounds at all row counts of the shrinking batch; time those missing
+    in the table."""
     rows = samples = case.decoding.max_rows
-    run(first(case, rows + 1))  # a row that is taken again
+    run(first(case, rows + 1))  # a row that is reused
     models = (case.target, case.drafter)
     given = (models, samples, [len(case.wanted[0].prompt)], case.decoding, case.layout)
     for compile_program in first_programs(*given, looks_back=table is not None)[0]:
@@ -137,23 +134,22 @@ def compilations() -> Iterator[list[float]]:
 # ---- plain, fixed and adaptive, side by side
 
 
-def compare(case: Case, asked: argparse.Namespace) -> dict:
-    """What each contender took over `asked.repeats` turns, and what its rounds are worth by one
-    table.
+def compare(case: Case, options: argparse.Namespace) -> dict:
+    """The figures of each contender over `options.repeats` turns, with rounds priced by one table.
 
-    Adaptive begins each turn with what it measured in `asked.earlier` roll-outs.
+    Adaptive begins each turn with its measurements from `options.earlier` roll-outs.
     """
     # programs of earlier cases: Linux grants a process only so many maps of memory
     jax.clear_caches()
-    selector = new_selector(case, asked.lengths)
+    selector = new_selector(case, options.lengths)
     table = pricing.Table()
-    contenders = prepared(case, selector, asked.lengths, table)
+    contenders = prepared(case, selector, options.lengths, table)
     cold = learn_from(case, selector, table)
-    for _ in range(asked.earlier - 1):
+    for _ in range(options.earlier - 1):
         learn_from(case, selector, table)
     runs = {name: [] for name in ("adaptive", *contenders)}
     with compilations() as compiled:
-        for turn, name in itertools.product(range(asked.repeats), runs):
+        for turn, name in itertools.product(range(options.repeats), runs):
             tell(f"  {name}, repeat {turn + 1}")
             chooser = copy.deepcopy(selector) if name == "adaptive" else None
             runs[name].append(run(contenders.get(name, case), chooser))
@@ -210,8 +206,7 @@ def new_selector(case: Case, lengths: Sequence[int]) -> Selector:
 
 def learn_from(case: Case, selector: Selector, table: pricing.Table) -> dict:
     """One roll-out that the selector learns from; the trees that it then finds are compiled and
-    timed.
-    """
+    timed."""
     tell("  adaptive learns")
     done = run(case, selector)
     selector.stage_ended(kept=1.0)
@@ -255,7 +250,7 @@ def prices(table: pricing.Table, runs: Sequence[Run]) -> float | None:
 
 
 def priced_ratio(priced: dict[str, float | None]) -> float | None:
-    """Adaptive over the best of the others, None where one of them is not known."""
+    """Adaptive over the best of the others, None if one of them is not known."""
     others = [name for name in priced if name != "adaptive"]
     known = all(priced[name] is not None for name in others)
     return (
@@ -266,7 +261,7 @@ def priced_ratio(priced: dict[str, float | None]) -> float | None:
 
 
 def quotient(figures: dict[str, float | None], above: str, below: str) -> float | None:
-    """One figure over another, None where one of them is not known."""
+    """One figure over another, None if one of them is not known."""
     over = figures[above]
     under = figures[below]
     return None if over is None or not under else over / under
@@ -289,14 +284,16 @@ def tokens_a_round(runs: Sequence[Run]) -> float:
 
 
 def acceptance(reports: Sequence[RoundReport], case: Case) -> dict[str, list[float | None]]:
-    """By drafter, as `pricing.accepted`, of all that these rounds say of it."""
+    """By drafter, as `pricing.accepted`, over all observations of these rounds."""
     drafters = dict.fromkeys(one.drafter for one in case.decoding.strategies if one.parents)
-    said = {
+    by_drafter = {
         name: [report.observations[name] for report in reports if name in report.observations]
         for name in drafters
     }
     return {
-        name: pricing.accepted(observations) for name, observations in said.items() if observations
+        name: pricing.accepted(observations)
+        for name, observations in by_drafter.items()
+        if observations
     }
 
 

@@ -33,8 +33,8 @@ SHARES = 20  # numbers of rows on a slice
 # of prices, and those without a better bound
 ROUNDS = 100
 PATIENCE = 10
-HOPES = 1.0, 0.1, 0.01, 0.001  # of all samples: how much better the bound might be
-# of samples whose noisy lengths are known, and lengths by which they are told apart
+HOPES = 1.0, 0.1, 0.01, 0.001  # of all samples: the assumed improvements of the bound
+# of samples whose noisy lengths are known, and lengths by which they are distinguished
 KINDS = 28
 DRAWN = 400_000
 CONTEXT = 0.75  # of its length so far: the mean context of the slice that a row is on, or more
@@ -42,7 +42,7 @@ CONTEXT = 0.75  # of its length so far: the mean context of the slice that a row
 
 @dataclasses.dataclass(frozen=True)
 class Kinds:
-    """Samples that look alike."""
+    """Samples with equal forecasts."""
 
     count: np.ndarray  # [K] samples
     survival: np.ndarray  # [K, L + 2] chance to be at least so many GRAIN tokens long, then 0
@@ -52,18 +52,21 @@ def main() -> None:
     """Print the document."""
     parser = makespan.parser_of(__doc__)
     parser.add_argument("--deadlines", required=True, help="seconds, with commas between")
-    asked = makespan.checked(parser, parser.parse_args())
-    known = read_percentiles(asked.lengths)
+    options = makespan.checked(parser, parser.parse_args())
+    known = read_percentiles(options.lengths)
     prompt = known.prompt
     longest = prompt + known.tokens[-1]
-    rates = rates_of(read_table(asked.latency), asked.acceptance, longest, True, asked.free_drafter)
-    kinds = kinds_of(known, asked.slices * asked.samples, asked.prediction)
+    rates = rates_of(
+        read_table(options.latency), options.acceptance, longest, True, options.free_drafter
+    )
+    kinds = kinds_of(known, options.slices * options.samples, options.prediction)
     machine = SimulatedSlice(rates, 0.0, 1.0, 0.0)
-    deadlines = map(float, asked.deadlines.split(","))
+    deadlines = map(float, options.deadlines.split(","))
     late = {
-        each: round(least_late(machine, kinds, asked.slices, prompt, each), 3) for each in deadlines
+        each: round(least_late(machine, kinds, options.slices, prompt, each), 3)
+        for each in deadlines
     }
-    asked_for = {name: getattr(asked, name) for name in ("slices", "samples", "prediction")}
+    asked_for = {name: getattr(options, name) for name in ("slices", "samples", "prediction")}
     print(json.dumps(asked_for | {"least_late": late}, indent=1))
 
 
@@ -82,8 +85,8 @@ def kinds_of(known: Percentiles, count: int, prediction: str) -> Kinds:
         noisy = draw_lengths(known, DRAWN, luck) * luck.lognormal(0, sigma, DRAWN)
         # ever narrower kinds of ever longer samples
         edges = np.append(1 - np.geomspace(1, 1 / 400, KINDS), 1.0)
-        told = np.quantile(noisy, (edges[:-1] + edges[1:]) / 2)
-        near = np.exp(-0.5 * (np.log(told[:, None] / (grid + GRAIN / 2)) / sigma) ** 2) * mass
+        centers = np.quantile(noisy, (edges[:-1] + edges[1:]) / 2)
+        near = np.exp(-0.5 * (np.log(centers[:, None] / (grid + GRAIN / 2)) / sigma) ** 2) * mass
         mass = near / near.sum(axis=1, keepdims=True)
         counts = count * np.diff(edges)
     return Kinds(counts, np.pad(mass[:, ::-1].cumsum(axis=1)[:, ::-1], ((0, 0), (0, 2))))

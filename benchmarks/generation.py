@@ -44,18 +44,18 @@ TEXT = (
 
 def main() -> None:
     """Print one JSON line for each batch size."""
-    asked = arguments()
+    options = arguments()
     mesh = make_mesh(1, -1, 1, jax.devices()[:1])
     dtype = jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
     layout = Layout(mesh, "generation", dtype=dtype)
-    source = open_source(asked.model)
+    source = open_source(options.model)
     models = [
         weights(source, layout),
-        asked.drafter and weights(open_source(asked.drafter), layout),
+        options.drafter and weights(open_source(options.drafter), layout),
     ]
-    layout = dataclasses.replace(layout, kernels=chosen(asked.kernels, models))
-    for batch in (int(size) for size in asked.batch.split(",")):
-        print(json.dumps(measure(asked, source, models, batch, layout)), flush=True)
+    layout = dataclasses.replace(layout, kernels=chosen(options.kernels, models))
+    for batch in (int(size) for size in options.batch.split(",")):
+        print(json.dumps(measure(options, source, models, batch, layout)), flush=True)
 
 
 def arguments() -> argparse.Namespace:
@@ -81,21 +81,23 @@ def arguments() -> argparse.Namespace:
 
 
 def weights(source: Source, layout: Layout):
-    """A model as generation wants it."""
+    """A model prepared for generation."""
     return decoding_weights(source.load(layout.dtype), layout)
 
 
-def measure(asked, source: Source, models, batch: int, layout: Layout) -> dict:
-    """One case: a first run that compiles, then the repeats, each with noise of its own."""
-    runs = [timed(asked, source, models, batch, seed, layout) for seed in range(asked.repeats + 1)]
+def measure(options, source: Source, models, batch: int, layout: Layout) -> dict:
+    """One case: a first run that compiles, then the repeats, each with its own noise."""
+    runs = [
+        timed(options, source, models, batch, seed, layout) for seed in range(options.repeats + 1)
+    ]
     first = runs[0]
     rest = runs[1:]
     seconds = statistics.median(run["generation/seconds"] for run in rest)
-    tokens = batch * asked.new_tokens
+    tokens = batch * options.new_tokens
     return {
         "batch": batch,
-        "strategy": asked.strategy,
-        "temperature": asked.temperature,
+        "strategy": options.strategy,
+        "temperature": options.temperature,
         "kernels": dataclasses.asdict(layout.kernels),
         "tokens_per_second": tokens / seconds,
         "rounds": statistics.median(run["generation/rounds"] for run in rest),
@@ -110,18 +112,22 @@ def measure(asked, source: Source, models, batch: int, layout: Layout) -> dict:
     }
 
 
-def timed(asked, source: Source, models, batch: int, seed: int, layout: Layout) -> dict[str, float]:
+def timed(
+    options, source: Source, models, batch: int, seed: int, layout: Layout
+) -> dict[str, float]:
     """The metrics of one roll-out of `batch` samples."""
     words = np.array(source.tokenizer.encode(TEXT), np.int32)
     starts = np.arange(batch) * 7 % len(words)
     wanted = [
-        Request(np.resize(np.roll(words, -start), asked.prompt_tokens), (row,), asked.new_tokens)
+        Request(
+            np.resize(np.roll(words, -start), options.prompt_tokens), (row,), options.new_tokens
+        )
         for row, start in enumerate(starts)
     ]
-    strategies = (tree.parse(asked.strategy),)
-    slots = asked.prompt_tokens + asked.new_tokens
-    sampling = Sampling(asked.temperature)
-    decoding = GenerationConfig(sampling, strategies, (), batch, slots, seed, asked.acceptance)
+    strategies = (tree.parse(options.strategy),)
+    slots = options.prompt_tokens + options.new_tokens
+    sampling = Sampling(options.temperature)
+    decoding = GenerationConfig(sampling, strategies, (), batch, slots, seed, options.acceptance)
     start = time.perf_counter()
     target, drafter = models
     counts = GenerationCounts()

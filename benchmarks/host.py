@@ -45,36 +45,36 @@ DRAFTERS = ("lookup", "replay")
 
 def main() -> None:
     """Print the document."""
-    asked = arguments()
+    settings = arguments()
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", asked.slices)
-    layout = Layout(make_mesh(1, 1, 1, jax.devices(), slices=asked.slices), "generation")
-    config = ModelConfig("llama", 64, 8, 8, asked.layers, 1, 1, 8, 4096)
+    jax.config.update("jax_num_cpu_devices", settings.slices)
+    layout = Layout(make_mesh(1, 1, 1, jax.devices(), slices=settings.slices), "generation")
+    config = ModelConfig("llama", 64, 8, 8, settings.layers, 1, 1, 8, 4096)
     target = decoding_weights(init(jax.random.key(0), config), layout)
     rounds.speculative_round = functools.partial(_without_work, device_round.speculative_round)
-    # What is compiled in the background is there at once.
+    # Background compilation finishes at once.
     precompile.speculative_round = lambda *arguments, **options: None
-    document = vars(asked) | {"jax": jax.__version__, "thread_milliseconds": {}}
+    document = vars(settings) | {"jax": jax.__version__, "thread_milliseconds": {}}
     for name in ("plain", "adaptive"):
         strategies = (PLAIN,) if name == "plain" else candidates.adaptive(DRAFTERS).strategies
         decoding = GenerationConfig(
             Sampling(1.0),
             strategies,
             (),
-            asked.rows,
-            PROMPT + asked.tokens,
+            settings.rows,
+            PROMPT + settings.tokens,
             seed=0,
             history=0 if name == "plain" else 512,
             min_rows=8,
         )
         selector = compiler = None
         if name == "adaptive":
-            costs = prior.costs(ModelConfigs(config), "cpu", 4, {}, asked.rows, asked.tokens)
+            costs = prior.costs(ModelConfigs(config), "cpu", 4, {}, settings.rows, settings.tokens)
             selector = Selector(candidates.adaptive(DRAFTERS), costs)
             compiler = BackgroundCompiler(Programs())
         each = []
-        for repeat in range(asked.repeats + 1):
-            wanted = requests(asked, name == "adaptive")
+        for repeat in range(settings.repeats + 1):
+            wanted = requests(settings, name == "adaptive")
             times = roll_out(target, wanted, decoding, layout, selector, compiler)
             each += times if repeat else []
         document["thread_milliseconds"][name] = {
@@ -98,15 +98,15 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def requests(asked: argparse.Namespace, replays: bool) -> list[Request]:
+def requests(options: argparse.Namespace, replays: bool) -> list[Request]:
     """Prompts of as many samples as there are rows; a prompt's samples end together."""
     random = np.random.default_rng(0)
     wanted = []
-    for first in range(0, asked.slices * asked.rows, SAMPLES):
+    for first in range(0, options.slices * options.rows, SAMPLES):
         ids = tuple(range(first, first + SAMPLES))
-        text = random.integers(0, 64, asked.tokens).astype(np.int32)
+        text = random.integers(0, 64, options.tokens).astype(np.int32)
         earlier = {one: text for one in ids} if replays else {}
-        length = int(random.integers(asked.tokens // 2, asked.tokens + 1))
+        length = int(random.integers(options.tokens // 2, options.tokens + 1))
         prompt = random.integers(0, 64, PROMPT).astype(np.int32)
         wanted.append(Request(prompt, ids, length, (text,) if replays else (), earlier))
     return wanted
@@ -130,14 +130,14 @@ def roll_out(
 
 
 def _without_work(speculative_round, execute, *arguments, **options):
-    """Play a round by programs that take the same arguments and do nothing."""
+    """Run a round by programs that take the same arguments and do nothing."""
     return speculative_round(_idle, *arguments, **options)
 
 
 def _idle(function, *arguments, **options):
-    """Call, in place of a jitted function, one that takes its arguments and does nothing.
+    """Replace a jitted function by one that takes its arguments and does nothing.
 
-    The joining of the results alone is the real one, for they must say what samples gained.
+    Only the joining of the results is real, for they must have the new tokens of samples.
     """
     if function is device_round.run_round:
         return _idle_round(*arguments, **options)
@@ -183,7 +183,7 @@ def _idle_round(
     emission = Emission(
         tokens=path,
         logprobs=jnp.zeros(path.shape, jnp.float32),
-        support=None,
+        top_k_ids=None,
         count=count,
         accepted=jnp.minimum(accepted, count),
         path=path,

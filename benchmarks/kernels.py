@@ -40,7 +40,7 @@ PEAKS = {
     "NVIDIA H100": (3350e9, 989e12),
     "NVIDIA H200": (4800e9, 989e12),
 }
-CALLS = 10  # in a row, so that what starts a call does not count
+CALLS = 10  # in a row, so that the start of a call does not count
 
 
 class Problem(NamedTuple):
@@ -73,44 +73,46 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--repeats", type=int, default=10)
-    asked = parser.parse_args(line)
-    asked.rows, asked.nodes = (
-        [int(one) for one in text.split(",")] for text in (asked.rows, asked.nodes)
+    options = parser.parse_args(line)
+    options.rows, options.nodes = (
+        [int(one) for one in text.split(",")] for text in (options.rows, options.nodes)
     )
-    asked.kernels, asked.shapes = asked.kernels.split(","), asked.shapes.split(",")
-    if not set(asked.kernels) <= set(PROBLEMS) or not set(asked.shapes) <= set(SHAPES):
+    options.kernels, options.shapes = options.kernels.split(","), options.shapes.split(",")
+    if not set(options.kernels) <= set(PROBLEMS) or not set(options.shapes) <= set(SHAPES):
         parser.error(
             f"--kernels takes some of {', '.join(PROBLEMS)}, --shapes some of {', '.join(SHAPES)}."
         )
-    return asked
+    return options
 
 
-def measure(asked: argparse.Namespace) -> Iterator[dict]:
-    """The cases that are asked for."""
+def measure(options: argparse.Namespace) -> Iterator[dict]:
+    """The requested cases."""
     device = jax.devices()[0]
     where = {
         "device": device.device_kind,
         "jax": jax.__version__,
         "date": datetime.date.today().isoformat(),
     }
-    sizes = itertools.product(asked.kernels, asked.shapes, asked.rows, asked.nodes)
+    sizes = itertools.product(options.kernels, options.shapes, options.rows, options.nodes)
     for kernel, name, rows, nodes in sizes:
         case = {
             "kernel": kernel,
             "shape": name,
             "rows": rows,
             "nodes": nodes,
-            "dtype": asked.dtype,
+            "dtype": options.dtype,
         } | where
         make = functools.partial(
-            PROBLEMS[kernel], SHAPES[name], rows, nodes, asked.slots, jnp.dtype(asked.dtype)
+            PROBLEMS[kernel], SHAPES[name], rows, nodes, options.slots, jnp.dtype(options.dtype)
         )
         contenders, why = implementations(
-            kernel, device, jnp.dtype(asked.dtype).itemsize, SHAPES[name]
+            kernel, device, jnp.dtype(options.dtype).itemsize, SHAPES[name]
         )
         try:
             yield (
-                case | compared(contenders, make, asked.repeats, device.device_kind) | {"why": why}
+                case
+                | compared(contenders, make, options.repeats, device.device_kind)
+                | {"why": why}
             )
         except jax.errors.JaxRuntimeError as error:  # such as a device that has too little memory
             yield case | {"error": str(error).partition("\n")[0]}
@@ -179,13 +181,13 @@ def calls(run: Callable, inputs: tuple, in_place: bool) -> tuple:
 
 
 def floor(problem: Problem, kind: str) -> float | None:
-    """Seconds that the device needs at least; None where its peaks are not known."""
+    """Seconds that the device needs at least; None if its peaks are not known."""
     peaks = peaks_of(kind)
     return peaks and max(problem.bytes / peaks[0], problem.flops / peaks[1])
 
 
 def peaks_of(kind: str) -> tuple[float, float] | None:
-    """Bytes and operations a second of a device kind, or None where they are not known."""
+    """Bytes and operations a second of a device kind, or None if they are not known."""
     return next((peaks for name, peaks in PEAKS.items() if kind.startswith(name)), None)
 
 

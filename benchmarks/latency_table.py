@@ -17,7 +17,7 @@ DECODE = "target_decode"
 VERIFY = "target_verify"
 DRAFT = "drafter_decode"
 ROWS = 64  # of a slice, at most
-# The table that benchmarks read where none is named.
+# The default table of benchmarks.
 LATENCY_TABLE = str(pathlib.Path(__file__).parent / "tables" / "decode_latency_a100_llama31_8b.csv")
 
 
@@ -36,7 +36,8 @@ class Points:
 
 
 def read_table(path: str) -> Points:
-    """The points of a latency table; raises FileNotFoundError, or ValueError with what it lacks."""
+    """The points of a latency table; raises FileNotFoundError, or ValueError with the missing
+    part."""
     if not pathlib.Path(path).is_file():
         raise FileNotFoundError(
             f"There is no latency table {path}; --latency takes the path of a CSV file."
@@ -119,10 +120,9 @@ def linear(points: Points) -> np.ndarray:
 def rates_of(
     points: Points, chance: float, longest: float, drafts: bool, free_drafter: bool
 ) -> np.ndarray:
-    """[rows + 1, T] tokens a second of a row with the best draft length of each round, or none.
+    """[rows + 1, T] tokens per second of a row with the best draft length of each round, or none.
 
-    `longest`: context tokens that must be covered; `chance`: that a draft is right, if those before
-    it are.
+    `longest`: context tokens to cover; `chance`: that a draft is right, if those before it are.
     """
     lives = np.arange(1, min(ROWS, points.batch.max()) + 1)
     seqs = np.arange(0, longest + 2 * GRAIN, GRAIN)

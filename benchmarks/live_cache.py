@@ -57,31 +57,31 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(asked: argparse.Namespace) -> Iterator[dict]:
-    """The cases that are asked for."""
+def measure(options: argparse.Namespace) -> Iterator[dict]:
+    """The requested cases."""
     layout = Layout(dtype=jnp.dtype("float32"))
-    model = decoding_weights(open_source(asked.model).load(layout.dtype), layout)
+    model = decoding_weights(open_source(options.model).load(layout.dtype), layout)
     runs = {}
     compiling = {}
     for name, kernels in CONTENDERS.items():
         start = time.perf_counter()
-        runs[name] = compiled(model, asked, dataclasses.replace(layout, kernels=kernels))
+        runs[name] = compiled(model, options, dataclasses.replace(layout, kernels=kernels))
         compiling[name] = round(time.perf_counter() - start, 2)
-    for share in (float(text) for text in asked.live.split(",")):
-        state = state_of(model, asked, share)
+    for share in (float(text) for text in options.live.split(",")):
+        state = state_of(model, options, share)
         times: dict[str, list[float]] = {name: [] for name in runs}
-        for _ in range(asked.repeats + 1):
+        for _ in range(options.repeats + 1):
             for name, run in runs.items():
                 start = time.perf_counter()
                 state = jax.block_until_ready(run(state))
                 times[name].append(time.perf_counter() - start)
-                state = dataclasses.replace(state, length=lengths(asked, share))
+                state = dataclasses.replace(state, length=lengths(options, share))
         turns = zip(times["reference"][1:], times["cpu"][1:], strict=True)
         yield {
-            "rows": asked.rows,
-            "slots": asked.slots,
-            "drafts": asked.drafts,
-            "live": round(float(lengths(asked, share).mean()) / asked.slots, 3),
+            "rows": options.rows,
+            "slots": options.slots,
+            "drafts": options.drafts,
+            "live": round(float(lengths(options, share).mean()) / options.slots, 3),
             "ratio": round(statistics.median(theirs / ours for theirs, ours in turns), 3),
             "seconds": {
                 name: round(statistics.median(each[1:]), 4) for name, each in times.items()
@@ -94,39 +94,39 @@ def measure(asked: argparse.Namespace) -> Iterator[dict]:
 
 
 def compiled(
-    model: Model, asked: argparse.Namespace, layout: Layout
+    model: Model, options: argparse.Namespace, layout: Layout
 ) -> Callable[[DecodeState], DecodeState]:
     """A round of such a state by a layout's kernels, compiled."""
-    drafts = jnp.zeros((asked.rows, asked.drafts), jnp.int32)
+    drafts = jnp.zeros((options.rows, options.drafts), jnp.int32)
     chain = tree.as_data(
-        tree.parse(f"lookup-chain-{asked.drafts}" if asked.drafts else "plain"), asked.rows
+        tree.parse(f"lookup-chain-{options.drafts}" if options.drafts else "plain"), options.rows
     )
     run = functools.partial(
         run_round, truncation=UNTRUNCATED, stop_tokens=(model.config.vocab_size,), layout=layout
     )
     program = run.func.lower(
-        model, state_of(model, asked, 0.5), drafts, None, chain, **run.keywords
+        model, state_of(model, options, 0.5), drafts, None, chain, **run.keywords
     ).compile()
     return lambda state: program(model, state, drafts, None, chain)[0]
 
 
-def state_of(model: Model, asked: argparse.Namespace, share: float) -> DecodeState:
+def state_of(model: Model, options: argparse.Namespace, share: float) -> DecodeState:
     """Rows that run, with a cache of zeros."""
     dtype = Layout(dtype=jnp.dtype("float32"))
-    state = rows.empty(model.config, None, asked.rows, asked.slots, 0, 0, dtype)
+    state = rows.empty(model.config, None, options.rows, options.slots, 0, 0, dtype)
     return dataclasses.replace(
         state,
-        length=lengths(asked, share),
-        limit=jnp.full(asked.rows, asked.slots, jnp.int32),
-        done=jnp.zeros(asked.rows, bool),
+        length=lengths(options, share),
+        limit=jnp.full(options.rows, options.slots, jnp.int32),
+        done=jnp.zeros(options.rows, bool),
     )
 
 
-def lengths(asked: argparse.Namespace, share: float) -> jax.Array:
+def lengths(options: argparse.Namespace, share: float) -> jax.Array:
     """Tokens of each row, [rows]."""
-    spread = np.random.default_rng(0).lognormal(0.0, 0.4 if share < 0.9 else 0.0, asked.rows)
-    longest = asked.slots - asked.drafts - 2
-    return jnp.asarray(np.clip(spread * share * asked.slots, 2, longest), jnp.int32)
+    spread = np.random.default_rng(0).lognormal(0.0, 0.4 if share < 0.9 else 0.0, options.rows)
+    longest = options.slots - options.drafts - 2
+    return jnp.asarray(np.clip(spread * share * options.slots, 2, longest), jnp.int32)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
-"""What becomes of Mosaic's kernels for Hopper: registers, spills and shared memory of each, and how
-many kernels a layer of a program runs.
-"""
+"""Mosaic's kernels for Hopper as compiled: registers, spills and shared memory of each, and the
+number of kernels per layer of a program."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from jaxlib.mlir import ir
 
 from rlhf_jax.planner.search.collectives import INSTRUCTION, RECEIVED, Instruction, shape_bytes
 
-# Mosaic then has ptxas write what it has made, past Python.
+# Mosaic then has ptxas print its statistics, past Python.
 os.environ.setdefault("MOSAIC_GPU_DUMP_PTXAS", "1")
 USED = re.compile(
     r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\n.*?"
@@ -30,12 +29,13 @@ DEVICE_CODE = ("ENTRY", "%command_buffer")  # computations whose instructions ar
 
 
 def compile_to_machine_code(lowered: Lowered) -> tuple[Compiled, list[dict[str, int]]]:
-    """Compile a program, and say of each kernel of Mosaic's in it what ptxas and the launch say."""
+    """Compile a program; return the figures of ptxas and of the launch for each of Mosaic's
+    kernels."""
     with written() as path:
         compiled = lowered.compile()
-        said = path.read_text(errors="replace")
+        output = path.read_text(errors="replace")
     names = ("stack_bytes", "spill_store_bytes", "spill_load_bytes", "registers")
-    used = [dict(zip(names, map(int, found), strict=True)) for found in USED.findall(said)]
+    used = [dict(zip(names, map(int, found), strict=True)) for found in USED.findall(output)]
     shared = shared_memory(lowered)
     # one that is launched twice is made once
     return compiled, [one | {"shared_bytes": size} for one, size in zip(used, shared, strict=False)]
@@ -43,7 +43,7 @@ def compile_to_machine_code(lowered: Lowered) -> tuple[Compiled, list[dict[str, 
 
 @contextlib.contextmanager
 def written() -> Iterator[Path]:
-    """A file of what libraries write to this process's screen meanwhile."""
+    """A file of the library output to this process's screen meanwhile."""
     with tempfile.NamedTemporaryFile("w+") as file:
         kept = {number: os.dup(number) for number in (1, 2)}
         sys.stdout.flush()
@@ -95,14 +95,14 @@ def _launched_with(module: bytes) -> int:
 
 
 class Launched(NamedTuple):
-    """What a program starts on a device."""
+    """The work that a program starts on a device."""
 
     counts: Counter[str]  # kernels, and collectives by kind
-    moved: float  # bytes of all that kernels are given and give, each once a kernel
+    moved: float  # bytes of all arguments and results of kernels, each once per kernel
 
 
 def launched(compiled: Compiled) -> Launched:
-    """What a program without loops starts; a kernel may read a part of what it is given."""
+    """The kernels of a program without loops; a kernel may read a part of its arguments."""
     counts: Counter[str] = Counter()
     sizes: dict[str, float] = {}
     moved = 0.0

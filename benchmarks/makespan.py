@@ -62,17 +62,17 @@ PRECISION = 0.003  # of the deadline of a packing
 LEFT = 0.2  # of all samples, at which the threshold rule gathers the rest
 SATURATED = 0.9  # of a lone row's speed that a row keeps on a slice that is not saturated
 TOKEN_BYTES = 131_072  # of an 8B model's cache: 2 x 32 layers x 8 heads x 128 x 2 bytes
-PER_PROMPT = 8  # samples of a prompt, where siblings forecast
-KEPT = 0.5  # of what was learned, from one stage to the next, as in a run
+PER_PROMPT = 8  # samples of a prompt, if siblings forecast
+KEPT = 0.5  # weight of earlier evidence from one stage to the next, as in a run
 
 PREDICTIONS = ("oracle", "noisy", "siblings", "none")
 
 
 def main() -> None:
     """Print the document."""
-    asked = arguments()
+    options = arguments()
     try:
-        print(json.dumps(document(asked), indent=1))
+        print(json.dumps(document(options), indent=1))
     except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from error
 
@@ -104,7 +104,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """A parser of what a stage is, and of what is known of it."""
+    """A parser of the stage's options, and of the knowledge of lengths."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -124,23 +124,22 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def checked(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> argparse.Namespace:
-    """What was asked; the parser ends the program where it makes no sense."""
-    kind, _, sigma = asked.prediction.partition(":")
+def checked(parser: argparse.ArgumentParser, options: argparse.Namespace) -> argparse.Namespace:
+    """The checked options; the parser ends the program if they make no sense."""
+    kind, _, sigma = options.prediction.partition(":")
     if kind not in PREDICTIONS or (kind == "noisy") != bool(sigma):
         parser.error("--prediction is oracle, noisy:SIGMA, siblings or none.")
-    if asked.slices < 1 or asked.samples < 1 or not 0 <= asked.acceptance <= 1:
+    if options.slices < 1 or options.samples < 1 or not 0 <= options.acceptance <= 1:
         parser.error("--slices and --samples are at least 1, --acceptance is between 0 and 1.")
-    return asked
+    return options
 
 
 # ---- policies
 
 
 def threshold(slices: int, count: int) -> Policy:
-    """RLHFuse's rule: a static split; once a fifth is left, that is gathered on as few slices as it
-    saturates.
-    """
+    """RLHFuse's rule: a static split; once a fifth is left, it is gathered on the fewest slices
+    that it saturates."""
     split = static(slices, count)
 
     def policy(stage: SimulatedStage) -> Reallocation:
@@ -244,39 +243,39 @@ def by_deadline(
 # ---- the document
 
 
-def document(asked: argparse.Namespace) -> dict:
-    """All that the benchmark measures."""
-    percentiles = read_percentiles(asked.lengths)
+def document(options: argparse.Namespace) -> dict:
+    """All measurements of the benchmark."""
+    percentiles = read_percentiles(options.lengths)
     prompt = percentiles.prompt
-    points = read_table(asked.latency)
-    luck = np.random.default_rng(asked.seed)
-    alike = PER_PROMPT if asked.prediction == "siblings" else 1
-    count = asked.slices * asked.samples
+    points = read_table(options.latency)
+    luck = np.random.default_rng(options.seed)
+    alike = PER_PROMPT if options.prediction == "siblings" else 1
+    count = options.slices * options.samples
     draws = [draw_lengths(percentiles, count, luck, alike) for _ in range(3)]
     total, before, long_before = draws
     longest = prompt + float(total.max())
-    plain, machine = (machine_of(asked, points, longest, drafts) for drafts in (False, True))
-    scoring = asked.inference_ms_per_token / 1e3
+    plain, machine = (machine_of(options, points, longest, drafts) for drafts in (False, True))
+    scoring = options.inference_ms_per_token / 1e3
     limit = float(percentiles.tokens[-1])
-    known = learned(asked, before, long_before, limit, luck)
-    earlier = noisy(asked.prediction, total, luck)
+    known = learned(options, before, long_before, limit, luck)
+    earlier = noisy(options.prediction, total, luck)
 
-    policies = policies_of(asked, plain, machine, total, prompt)
+    policies = policies_of(options, plain, machine, total, prompt)
     apart, fused = (
-        ours(predictions(asked, known, total, earlier, limit), price) for price in (0.0, scoring)
+        ours(predictions(options, known, total, earlier, limit), price) for price in (0.0, scoring)
     )
     policies["ours"] = (machine, apart, fused)
-    inference = scoring * float((prompt + total).sum()) / asked.slices
+    inference = scoring * float((prompt + total).sum()) / options.slices
 
     def measured(own: SimulatedSlice, *both: Policy) -> dict:
-        charged = not asked.free_decisions
-        apart, fused = (
-            simulate(own, asked.slices, total, prompt, policy, scoring, charged) for policy in both
-        )
-        return figures(apart, fused, asked.slices, inference, scoring)
+        charged = not options.free_decisions
+        stage = (own, options.slices, total, prompt)
+        apart, fused = (simulate(*stage, policy, scoring, charged) for policy in both)
+        return figures(apart, fused, options.slices, inference, scoring)
 
     found = {name: measured(own, *both) for name, (own, *both) in policies.items()}
-    limits = [lower_bound(machine, total, asked.slices, prompt, more) for more in (0.0, inference)]
+    slices = options.slices
+    limits = [lower_bound(machine, total, slices, prompt, more) for more in (0.0, inference)]
     return {
         "responses": responses_of(total),
         "lower_bound_seconds": round(limits[0], 3),
@@ -299,14 +298,14 @@ def document(asked: argparse.Namespace) -> dict:
 
 
 def predictions(
-    asked: argparse.Namespace,
+    options: argparse.Namespace,
     known: LengthForecasts,
     total: np.ndarray,
     earlier: np.ndarray | None,
     limit: float,
 ) -> Predict:
-    """What our policy is told of lengths, as the command line asks."""
-    if asked.prediction == "oracle":
+    """Our policy's knowledge of lengths, by the command line."""
+    if options.prediction == "oracle":
         return known_lengths
     if earlier is None:
         return by_siblings(known, total, PER_PROMPT, limit)
@@ -329,19 +328,19 @@ def by_earlier(
 
 
 def learned(
-    asked: argparse.Namespace,
+    options: argparse.Namespace,
     before: np.ndarray,
     long_before: np.ndarray,
     limit: float,
     luck: np.random.Generator,
 ) -> LengthForecasts:
-    """What a run knows after stages with the lengths before [n] and, if asked, long before [n]."""
+    """A run's knowledge after stages with the lengths before [n] and, if given, long before [n]."""
     known = LengthForecasts()
-    if asked.first:
+    if options.first:
         return known
-    stages = [(before, asked.prediction)]
-    if asked.wrong is not None:
-        stages.insert(0, (long_before, f"noisy:{asked.wrong}"))
+    stages = [(before, options.prediction)]
+    if options.wrong is not None:
+        stages.insert(0, (long_before, f"noisy:{options.wrong}"))
     for lengths, kind in stages:
         prompts = shown(lengths, noisy(kind, lengths, luck), limit)
         known = forecasts.after_stage(known, prompts, KEPT)
@@ -357,14 +356,14 @@ def shown(total: np.ndarray, earlier: np.ndarray | None, limit: float) -> list[P
 
 
 def machine_of(
-    asked: argparse.Namespace, points: Points, longest: float, drafts: bool
+    options: argparse.Namespace, points: Points, longest: float, drafts: bool
 ) -> SimulatedSlice:
     """The machine of measured points, for contexts up to the longest, with drafts or without."""
     return SimulatedSlice(
-        rates_of(points, asked.acceptance, longest, drafts, asked.free_drafter),
+        rates_of(points, options.acceptance, longest, drafts, options.free_drafter),
         TOKEN_BYTES,
-        asked.bandwidth_gb * 1e9,
-        asked.move_latency_ms / 1e3,
+        options.bandwidth_gb * 1e9,
+        options.move_latency_ms / 1e3,
     )
 
 
@@ -382,7 +381,7 @@ def decision_figures(seconds: list[float]) -> dict:
 
 
 def policies_of(
-    asked: argparse.Namespace,
+    options: argparse.Namespace,
     plain: SimulatedSlice,
     machine: SimulatedSlice,
     total: np.ndarray,
@@ -390,12 +389,12 @@ def policies_of(
 ) -> dict[str, tuple[SimulatedSlice, Policy, Policy]]:
     """By name, whose machine decodes and who places its samples, without and with inference."""
     count = len(total)
-    lists = packed(machine, total, asked.slices, prompt)
+    lists = packed(machine, total, options.slices, prompt)
     return {
-        "plain": (plain, static(asked.slices, count), static(asked.slices, count)),
-        "static": (machine, static(asked.slices, count), static(asked.slices, count)),
+        "plain": (plain, static(options.slices, count), static(options.slices, count)),
+        "static": (machine, static(options.slices, count), static(options.slices, count)),
         "even": (machine, even, even),
-        "threshold": (machine, threshold(asked.slices, count), threshold(asked.slices, count)),
+        "threshold": (machine, threshold(options.slices, count), threshold(options.slices, count)),
         "packing": (machine, from_lists(lists), from_lists(lists)),
     }
 

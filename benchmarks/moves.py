@@ -48,7 +48,7 @@ from rlhf_jax.models.transformer import init, unstack
 from rlhf_jax.runtime import distributed, joining, signing
 from rlhf_jax.types import ModelConfig
 
-# Neither a cache nor a prefill hangs on the vocabulary.
+# Neither a cache nor a prefill depends on the vocabulary.
 SHAPES = {
     "smollm2-135m": ModelConfig("llama", 256, 576, 1536, 30, 9, 3, 64, 8192),
     "llama-8b": ModelConfig("llama", 256, 4096, 14336, 32, 32, 8, 128, 8192),
@@ -60,8 +60,8 @@ ROW = np.array([1], np.int32)
 def main() -> None:
     """Print the document."""
     place, words = command_line.place(sys.argv)
-    asked = arguments(words[1:])
-    if asked.send_to_process:
+    options = arguments(words[1:])
+    if options.send_to_process:
         return both(words[1:])
     joining.start(place)
     if place.size == 1:
@@ -70,14 +70,14 @@ def main() -> None:
         raise SystemExit(
             "A move needs two devices; run it where there are two, or with JAX_PLATFORMS=cpu."
         )
-    found = [measured(asked, slots) for slots in map(int, asked.slots.split(","))]
+    found = [measured(options, slots) for slots in map(int, options.slots.split(","))]
     device = {
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "processes": distributed.count(),
     }
     if distributed.rank() == distributed.count() - 1:
-        print(json.dumps(vars(asked) | device | {"moves": found}, indent=1))
+        print(json.dumps(vars(options) | device | {"moves": found}, indent=1))
     joining.leave(0, "", place)
 
 
@@ -101,7 +101,7 @@ def arguments(given: list[str]) -> argparse.Namespace:
 
 
 def both(words: list[str]) -> None:
-    """Two of this program, which find each other; the second prints."""
+    """Two instances of this program, which find each other; the second prints."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         where = [
@@ -117,10 +117,10 @@ def both(words: list[str]) -> None:
     sys.exit(max(process.wait() for process in begun))
 
 
-def measured(asked: argparse.Namespace, slots: int) -> dict[str, Any]:
+def measured(options: argparse.Namespace, slots: int) -> dict[str, Any]:
     """The figures of a row with so many valid slots."""
-    config = SHAPES[asked.shape]
-    config = dataclasses.replace(config, num_layers=asked.layers or config.num_layers)
+    config = SHAPES[options.shape]
+    config = dataclasses.replace(config, num_layers=options.layers or config.num_layers)
     dtype = jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
     mesh = meshes.make_mesh(1, 1, 1, [jax.devices()[0], jax.devices()[-1]], slices=2)
     source, target = Layout(mesh, "generation", dtype=dtype).split()
@@ -128,7 +128,7 @@ def measured(asked: argparse.Namespace, slots: int) -> dict[str, Any]:
     state = functools.partial(row_verbs.empty, config, None, ROWS, slots, 0, 0)
     move, plain, count = ways(state, slots, source, target)
     seconds: dict[str, list[float]] = {"move": [], "plain": []}
-    for _ in range(asked.times + 2):
+    for _ in range(options.times + 2):
         for name, act in (("move", move), ("plain", plain)):
             seconds[name].append(timed(act))
     took = {name: statistics.median(found[2:]) for name, found in seconds.items()}
@@ -145,7 +145,7 @@ def measured(asked: argparse.Namespace, slots: int) -> dict[str, Any]:
 
 
 def timed(act: Callable[[], Any]) -> float:
-    """Seconds until what an act makes is there; all processes begin together."""
+    """Seconds until the result of an act is ready; all processes begin together."""
     distributed.gather(None)
     began = time.perf_counter()
     jax.block_until_ready(act())

@@ -65,8 +65,8 @@ LAST_BEGIN = 0.8  # of a part's time, after which no case is begun
 # Exit codes of a part's process: its last case failed and others wait; its time was over.
 GOES_ON = 75
 OVER_TIME = 124
-START = "start"  # stands for a case where a part fails before its first
-# Programs are compiled once, whatever processes a part takes.
+START = "start"  # stands for a case if a part fails before its first
+# Programs are compiled once, for all processes of a part.
 PROGRAMS = str(Path(tempfile.gettempdir()) / "rlhf_jax_on_gpu")
 # How a process measures a part: (part, seconds until no case is begun, seconds until it is ended)
 # -> exit code.
@@ -74,25 +74,25 @@ Worker = Callable[[str, float, float], int]
 
 
 def main(line: Sequence[str] | None = None) -> int:
-    """Measure the parts that are asked for; return 1 where a case failed."""
-    asked = arguments(line)
-    if asked.worker:
-        return work(asked.parts[0], asked.out, tiny=asked.tiny, seconds=asked.worker)
+    """Measure the requested parts; return 1 if a case failed."""
+    options = arguments(line)
+    if options.worker:
+        return work(options.parts[0], options.out, tiny=options.tiny, seconds=options.worker)
     try:
-        Ledger.open(asked.out, tiny=asked.tiny).begin()
+        Ledger.open(options.out, tiny=options.tiny).begin()
     except ValueError as error:
         sys.exit(str(error))
 
     def in_process(part: str, begins: float, ends: float) -> int:
-        return start_process(asked, part, begins, ends)
+        return start_process(options, part, begins, ends)
 
-    for part in asked.parts:
-        measure_part(part, asked, in_process)
-    ledger = Ledger.open(asked.out, tiny=asked.tiny)
-    print(summary(ledger, asked.parts))
-    if "speeds" in asked.parts:
-        print("\n".join(write_tables(ledger, install=asked.install)))
-    return int(any(ledger.part(part)["failed"] for part in asked.parts))
+    for part in options.parts:
+        measure_part(part, options, in_process)
+    ledger = Ledger.open(options.out, tiny=options.tiny)
+    print(summary(ledger, options.parts))
+    if "speeds" in options.parts:
+        print("\n".join(write_tables(ledger, install=options.install)))
+    return int(any(ledger.part(part)["failed"] for part in options.parts))
 
 
 def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
@@ -106,25 +106,25 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="shapes that a CPU computes at once")
     parser.add_argument("--install", action="store_true", help="the measured table, in this clone")
     parser.add_argument("--worker", type=float, default=0.0, help=argparse.SUPPRESS)
-    asked = parser.parse_args(line)
-    asked.parts = asked.parts.split(",")
-    if not set(asked.parts) <= set(PARTS):
+    options = parser.parse_args(line)
+    options.parts = options.parts.split(",")
+    if not set(options.parts) <= set(PARTS):
         parser.error(f"--parts takes some of {', '.join(PARTS)}.")
-    return asked
+    return options
 
 
-def measure_part(part: str, asked: argparse.Namespace, worker: Worker) -> None:
+def measure_part(part: str, options: argparse.Namespace, worker: Worker) -> None:
     """Measure a part in as many processes as it takes, until its time is over.
 
     A case has failed, too, whose process died or was ended.
     """
     began = time.monotonic()
-    ends = 60 * asked.minutes
+    ends = 60 * options.minutes
     while (spent := time.monotonic() - began) < LAST_BEGIN * ends:
         code = worker(part, LAST_BEGIN * ends - spent, ends - spent)
         if code == 0:
             break
-        ledger = Ledger.open(asked.out, tiny=asked.tiny)
+        ledger = Ledger.open(options.out, tiny=options.tiny)
         running = ledger.part(part)["running"]
         if code != GOES_ON:
             ledger.fail(part, running or START, ended_by(code))
@@ -133,15 +133,15 @@ def measure_part(part: str, asked: argparse.Namespace, worker: Worker) -> None:
 
 
 def work(part: str, out: Path, *, tiny: bool, seconds: float) -> int:
-    """Measure a part in this process, beginning no case after so many seconds.
+    """Measure a part in this process, beginning no case after a time limit.
 
-    Returns the exit code: `GOES_ON` where another process is to go on.
+    Returns the exit code: `GOES_ON` if another process must continue.
     """
     ledger = Ledger.open(out, tiny=tiny)
     configure_jax(deterministic=False, cache=PROGRAMS)
     try:
         ledger.use_device()
-        # jax goes on with the CPU where it cannot use a GPU
+        # jax falls back to the CPU if it cannot use a GPU
         if not tiny and jax.default_backend() == "cpu":
             raise ValueError("jax finds no GPU here; give --tiny for a CPU.")
         cases = list(PARTS[part](TINY if tiny else REAL, ledger))
@@ -152,12 +152,12 @@ def work(part: str, out: Path, *, tiny: bool, seconds: float) -> int:
     return GOES_ON if measure(part, cases, ledger, seconds) else 0
 
 
-def start_process(asked: argparse.Namespace, part: str, begins: float, ends: float) -> int:
+def start_process(settings: argparse.Namespace, part: str, begins: float, ends: float) -> int:
     """Measure a part in a process of its own, which is killed after `ends` seconds."""
-    options = {"--parts": part, "--out": asked.out.resolve(), "--worker": begins}
-    line = [sys.executable, "-m", "benchmarks.on_gpu", *(["--tiny"] if asked.tiny else [])]
+    options = {"--parts": part, "--out": settings.out.resolve(), "--worker": begins}
+    line = [sys.executable, "-m", "benchmarks.on_gpu", *(["--tiny"] if settings.tiny else [])]
     line += [str(word) for option in options.items() for word in option]
-    # Workers and tests have processes of their own beside it: no process may take all memory.
+    # Workers and tests have their own processes at the same time: none may take all memory.
     variables = environment(XLA_PYTHON_CLIENT_PREALLOCATE="false")
     process = subprocess.Popen(line, cwd=ROOT, env=variables, start_new_session=True)
     try:
@@ -169,14 +169,14 @@ def start_process(asked: argparse.Namespace, part: str, begins: float, ends: flo
 
 
 def end_group(process: subprocess.Popen) -> None:
-    """End a process and those that it has started, which are its group."""
+    """End a process and its child processes, which are its group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def ended_by(code: int) -> str:
-    """Return in a sentence how a process ended that gave no figures."""
+    """Describe how a process ended that gave no figures."""
     if code == OVER_TIME:
         return "It had not ended when the time of its part was over."
     if code < 0:
@@ -185,7 +185,7 @@ def ended_by(code: int) -> str:
 
 
 def write_tables(ledger: Ledger, *, install: bool) -> list[str]:
-    """Write the table for "auto" beside the results, and where asked into this checkout."""
+    """Write the table for "auto" next to the results, and optionally into this checkout."""
     path = ledger.path.with_name("measured.json")
     lines = speeds.write_table(ledger, path)
     if install:
@@ -195,7 +195,7 @@ def write_tables(ledger: Ledger, *, install: bool) -> list[str]:
 
 
 def summary(ledger: Ledger, parts: Sequence[str]) -> str:
-    """Return what is done, what failed and why, and what is left, part by part."""
+    """Return finished, failed and remaining cases, part by part."""
     lines = []
     for part in parts:
         record = ledger.part(part)

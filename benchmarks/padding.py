@@ -42,12 +42,12 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=16)
     parser.add_argument("--lengths", default=LENGTHS_TABLE)
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    percentiles = read_percentiles(asked.lengths)
-    for shards in map(int, asked.row_shards.split(",")):
-        for samples in map(int, asked.samples.split(",")):
+    options = parser.parse_args()
+    percentiles = read_percentiles(options.lengths)
+    for shards in map(int, options.row_shards.split(",")):
+        for samples in map(int, options.samples.split(",")):
             count = shards * samples
-            luck = np.random.default_rng(asked.seed)
+            luck = np.random.default_rng(options.seed)
             drawn = {
                 "table": draw_lengths(percentiles, count, luck),
                 "log-normal": np.minimum(CUT, MEDIAN * np.exp(SIGMA * luck.normal(size=count))),
@@ -55,34 +55,34 @@ def main() -> None:
             longest = {"table": int(percentiles.tokens[-1]), "log-normal": CUT}
             for name, lengths in drawn.items():
                 case = {"lengths": name, "row_shards": shards, "samples": samples}
-                shares = useful(lengths.astype(np.int64), longest[name], shards, asked)
+                shares = useful(lengths.astype(np.int64), longest[name], shards, options)
                 print(json.dumps(case | shares), flush=True)
 
 
 def useful(
-    responses: np.ndarray, longest: int, shards: int, asked: argparse.Namespace
+    responses: np.ndarray, longest: int, shards: int, options: argparse.Namespace
 ) -> dict[str, float | int]:
     """Return useful shares of one minibatch's responses [n], and the micro-batches they make."""
     responses = np.maximum(responses, 1)
-    batch = batch_of(responses, asked.prompt, longest, asked.group)
+    batch = batch_of(responses, options.prompt, longest, options.group)
     slots = batch.tokens.shape[1]
-    rows = shards * max(1, round(asked.tokens / slots))
-    prompts = -(-len(responses) // asked.group)
+    rows = shards * max(1, round(options.tokens / slots))
+    prompts = -(-len(responses) // options.group)
     extent = Extent(
         rows,
-        tokens=prompts * asked.prompt + len(responses) * longest,
-        group_tokens=asked.prompt + asked.group * longest,
-        prompt_tokens=asked.prompt,
+        tokens=prompts * options.prompt + len(responses) * longest,
+        group_tokens=options.prompt + options.group * longest,
+        prompt_tokens=options.prompt,
     )
     packed = pack(batch, extent, QUERY_BLOCK, shards)
-    needed = int(responses.sum()) + prompts * asked.prompt
+    needed = int(responses.sum()) + prompts * options.prompt
     # The last token of a sample is predicted and not read.
     read = needed - len(responses)
     whole = sum(part.batch.tokens.size for part in packed)
     attended = sum(map(attended_pairs, packed))
-    seen = prompts * asked.prompt**2 / 2 + (responses * (asked.prompt + responses / 2)).sum()
+    seen = prompts * options.prompt**2 / 2 + (responses * (options.prompt + responses / 2)).sum()
 
-    ordered = np.sort(responses + asked.prompt)
+    ordered = np.sort(responses + options.prompt)
     parts = np.split(ordered, range(rows, len(ordered), rows))
     in_training = sum(rows * -(-int(part[-1]) // BUCKET) * BUCKET for part in parts)
     return {

@@ -32,7 +32,7 @@ from rlhf_jax.pipeline.search import solve
 from rlhf_jax.report.charts import Lane, complete_svg, lanes_chart
 from rlhf_jax.report.scales import axis_number, share
 
-# The table that is read where none is named.
+# The default table.
 INSTANCES_TABLE = str(pathlib.Path(__file__).parent / "tables" / "pipeline_instances.csv")
 MODELS = ("policy", "critic")  # of the two pipes
 RANDOM_TRIES = 200  # of an instance drawn at random: under two seconds of the CPU
@@ -73,9 +73,9 @@ class Instance(NamedTuple):
 
 def main() -> None:
     """Print the document."""
-    asked = arguments()
+    options = arguments()
     try:
-        print(json.dumps(document(asked), indent=1))
+        print(json.dumps(document(options), indent=1))
     except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from error
 
@@ -109,36 +109,36 @@ def factor(word: str) -> float | None:
     return None if word == "none" else float(word)
 
 
-def document(asked: argparse.Namespace) -> dict[str, Any]:
-    """Return all that was asked for; write the picture."""
-    told: dict[str, Any] = {
+def document(options: argparse.Namespace) -> dict[str, Any]:
+    """Return all requested figures; write the picture."""
+    content: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "versions": {"numpy": np.__version__, "python": platform.python_version()},
-        "tries": asked.tries,
-        "instances": table_cases(asked),
+        "tries": options.tries,
+        "instances": table_cases(options),
     }
-    if asked.random:
-        told["random"] = summary(asked.random, unequal=False)
-    if asked.unequal:
-        told["unequal"] = summary(asked.unequal, unequal=True)
-    return told
+    if options.random:
+        content["random"] = summary(options.random, unequal=False)
+    if options.unequal:
+        content["unequal"] = summary(options.unequal, unequal=True)
+    return content
 
 
-def table_cases(asked: argparse.Namespace) -> list[dict[str, Any]]:
+def table_cases(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the figures of the table's instances; draw the first schedule."""
-    instances = read_instances(asked.instances)
+    instances = read_instances(options.instances)
     cases = []
-    for backward, limit, instance in itertools.product(asked.backward, asked.limit, instances):
+    for backward, limit, instance in itertools.product(options.backward, options.limit, instances):
         problem = instance.problem(limit, backward)
-        schedule, told = measure(problem, asked.tries, asked.seed)
-        if asked.picture is not None and not cases:
-            asked.picture.write_text(draw_schedule(schedule, f"Instance {instance.name}"))
-        cases.append({"instance": instance.name, "backward": backward, "limit": limit} | told)
+        schedule, figures = measure(problem, options.tries, options.seed)
+        if options.picture is not None and not cases:
+            options.picture.write_text(draw_schedule(schedule, f"Instance {instance.name}"))
+        cases.append({"instance": instance.name, "backward": backward, "limit": limit} | figures)
     return cases
 
 
 def read_instances(path: str) -> list[Instance]:
-    """Read a table; raise FileNotFoundError, or ValueError with what it lacks."""
+    """Read a table; raise FileNotFoundError, or ValueError with the missing part."""
     if not pathlib.Path(path).is_file():
         raise FileNotFoundError(
             f"There is no table of instances {path}; --instances takes the path of a CSV file."
@@ -165,12 +165,12 @@ def read_instances(path: str) -> list[Instance]:
 
 
 def measure(problem: PipelineProblem, tries: int, seed: int) -> tuple[Schedule, dict[str, float]]:
-    """Return a schedule that the checker accepts, and its figures."""
+    """Return a checked schedule, and its figures."""
     began = time.process_time()
     schedule = solve(problem, tries, seed)
     seconds = time.process_time() - began
     check(problem, schedule)
-    told = {
+    figures = {
         "makespan": schedule.makespan,
         "bound": schedule.bound,
         "over_bound": round(schedule.makespan / schedule.bound - 1, 5),
@@ -178,7 +178,7 @@ def measure(problem: PipelineProblem, tries: int, seed: int) -> tuple[Schedule, 
         "peak": round(float(schedule.peak.max()), 6),
         "cpu_seconds": round(seconds, 2),
     }
-    return schedule, told
+    return schedule, figures
 
 
 # ---- instances drawn at random
@@ -238,7 +238,7 @@ def summary(count: int, unequal: bool) -> dict[str, Any]:
 
 
 def draw_schedule(schedule: Schedule, name: str) -> str:
-    """Return an SVG of what each node does, a lane each; a backward is darker than a forward."""
+    """Return an SVG of the work of each node, a lane each; a backward is darker than a forward."""
     lanes = list(lanes_of(schedule))
     drawn = lanes_chart("Tasks by node", lanes, schedule.makespan)
     return complete_svg(

@@ -81,7 +81,7 @@ def chip_of(document: dict[str, Any]) -> Chip:
 def measured_pairs(
     devices: Sequence[Any], chip: Chip, shapes: Sequence[Shape]
 ) -> Iterator[dict[str, Any]]:
-    """Each call of each shape: what is predicted, and the CPU seconds that its programs take."""
+    """Each call of each shape: predicted seconds, and the CPU seconds of its programs."""
     for shape in shapes:
         calls = placed_calls(shape.model, devices, shape.rows, tokens=shape.tokens, chip=chip)
         for call, seconds in call_seconds(calls, time.process_time).items():

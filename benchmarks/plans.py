@@ -42,13 +42,13 @@ def config_of(**changes: Any) -> Config:
 
 
 def case(devices: str, config: Config, lag: int, varied: bool = True) -> dict[str, Any]:
-    """Search plans, and say how the found one compares with those that have a name."""
+    """Search plans, and compare the found one with the named ones."""
     planned = plan_run(config, parse_hardware(devices))
     began = time.process_time()
     searched = search_plans(config, planned, lag)
     seconds = time.process_time() - began
     found = searched.plans[-1]
-    told: dict[str, Any] = {
+    content: dict[str, Any] = {
         "devices": devices,
         "response": config.generation.max_new_tokens,
         "epochs": config.training.epochs,
@@ -58,19 +58,19 @@ def case(devices: str, config: Config, lag: int, varied: bool = True) -> dict[st
         "left_out": list(searched.left_out),
         "gap": round(searched.gap, 6),
         "cpu_seconds": round(seconds, 1),
-        "gains": gains(told_steps(searched)),
+        "gains": gains(predicted_steps(searched)),
         "found": found.plan.table(),
         "gigabytes": round(found.gigabytes, 1),
     }
     if varied:
-        told["varied"] = {
+        content["varied"] = {
             f"{one.constant} x {one.factor:g}": gains(one.steps) | {"better": round(one.better, 4)}
             for one in vary(config, planned, searched.plans)
         }
-    return told
+    return content
 
 
-def told_steps(searched: Searched) -> dict[str, float]:
+def predicted_steps(searched: Searched) -> dict[str, float]:
     """Return the seconds of a step of each plan that fits."""
     return {plan.name: plan.step for plan in searched.plans if plan.fits}
 

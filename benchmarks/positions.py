@@ -55,27 +55,27 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=2, help="of each of 8 prompts")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    drawn = recorded(asked)
-    found = by_position(drawn, asked.strategy)
-    about = {name: getattr(asked, name) for name in ("model", "strategy", "temperature", "seed")}
+    options = parser.parse_args()
+    drawn = recorded(options)
+    found = by_position(drawn, options.strategy)
+    about = {name: getattr(options, name) for name in ("model", "strategy", "temperature", "seed")}
     print(json.dumps(about | {"jax": jax.__version__, "positions": found}, indent=1))
 
 
-def recorded(asked: argparse.Namespace) -> list[Observations]:
-    """What the rounds of a generation show of their drafter."""
+def recorded(options: argparse.Namespace) -> list[Observations]:
+    """The observations of a generation's rounds about their drafter."""
     layout = dataclasses.replace(ONE_DEVICE, dtype=jnp.dtype("float32"))
-    source = open_source(asked.model)
-    strategy = tree.parse(asked.strategy)
+    source = open_source(options.model)
+    strategy = tree.parse(options.strategy)
     requests = []
     for number, text in enumerate(ASKED):
         prompt = np.array(source.tokenizer.encode_chat([{"role": "user", "content": text}]))
-        ids = tuple(range(number * asked.samples, (number + 1) * asked.samples))
-        requests.append(Request(prompt.astype(np.int32), ids, asked.tokens))
-    slots = asked.tokens + max(len(one.prompt) for one in requests)
+        ids = tuple(range(number * options.samples, (number + 1) * options.samples))
+        requests.append(Request(prompt.astype(np.int32), ids, options.tokens))
+    slots = options.tokens + max(len(one.prompt) for one in requests)
     both = [tree.PLAIN, strategy]
     decoding = GenerationConfig(
-        Sampling(asked.temperature), tuple(both), source.stop_tokens, 8, slots, asked.seed
+        Sampling(options.temperature), tuple(both), source.stop_tokens, 8, slots, options.seed
     )
     model = weights(source, layout)
     costs = prior.costs(ModelConfigs(model.config, None), "cpu", 4, {}, rows=8, slots=slots)
@@ -91,12 +91,12 @@ def recorded(asked: argparse.Namespace) -> list[Observations]:
 
 
 def by_position(drawn: list[Observations], strategy: str) -> list[dict[str, float]]:
-    """Drafts accepted a round and what was foretold, by the band that a response is in."""
+    """Accepted and predicted drafts per round, by band of the response's position."""
     shape = tree.parse(strategy)
     choices = candidates.build([tree.PLAIN, shape], len(shape.parents))
     column = choices.place[shape]
     known = {shape.drafter: acceptance.unknown()}
-    sums = np.zeros((BANDS, 4))  # rounds, accepted, foretold without positions and with them
+    sums = np.zeros((BANDS, 4))  # rounds, accepted, predicted without positions and with them
     for own in drawn:
         expectations = predict.expect(choices, known)
         foretold = np.array(

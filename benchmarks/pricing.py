@@ -1,5 +1,4 @@
-"""Rounds priced by one measured table: what a run's choices cost, whatever else the machine did
-meanwhile.
+"""Rounds priced by one measured table: the cost of a run's choices, independent of other load.
 
 All calls are timed in turn, a round each, within the same roll-outs, so that they share the
 machine's drift. A price is the sum of the medians over the rounds that a run took.
@@ -25,12 +24,12 @@ from rlhf_jax.generation.strategy.predict import Situation
 from rlhf_jax.types import Strategy
 
 ROUNDS = 7  # of a call that are to be timed
-TRIES = 3  # rounds run for one whose time is known, at most on average
+TRIES = 3  # most rounds run, on average, for one whose time is known
 UNFED = (trees.PLAIN,) * 4  # rounds after which a draft model has something to catch up on
 
 
 class Call(NamedTuple):
-    """All that the time of a round is taken to depend on."""
+    """The facts that determine the time of a round."""
 
     rows: int
     nodes: int  # a row that the target verifies
@@ -44,10 +43,10 @@ Table = dict[Call, list[float]]  # seconds of each round that was timed
 
 
 class Forced:
-    """Stands in for a selector: plays `turns` one after the other, each at `rows` rows, and keeps
-    what it hears.
+    """Replaces a selector: runs `turns` one after the other, each at `rows` rows, and keeps the
+    reports.
 
-    A round whose time is not known is run again, `spare` times in all; elsewhere decoding is
+    A round whose time is not known is run again, `spare` times in total; elsewhere decoding is
     plain.
     """
 
@@ -76,7 +75,7 @@ Play = Callable[[Forced], object]  # rolls out as many samples as the rows that 
 
 
 def compile_rounds(speculative_round: Play, strategies: Iterable[Strategy], rows: int) -> None:
-    """Play each strategy once."""
+    """Run each strategy once."""
     forced = Forced(strategies, rows)
     while forced.turns:
         speculative_round(forced)
@@ -85,13 +84,12 @@ def compile_rounds(speculative_round: Play, strategies: Iterable[Strategy], rows
 def measure(
     table: Table, speculative_round: Play, strategies: Iterable[Strategy], rows: int
 ) -> None:
-    """Time the calls of compiled strategies at `rows` rows that the table lacks, ROUNDS rounds
-    each.
-    """
+    """Time the calls of compiled strategies at `rows` rows that are missing in the table, ROUNDS
+    rounds each."""
     one_a_call = {Call(rows, *figures(strategy), 0): strategy for strategy in strategies}
-    lacking = [strategy for call, strategy in one_a_call.items() if call not in table]
-    drafting = [strategy for strategy in lacking if strategy.drafter == "model"]
-    turns = (*lacking, *UNFED, drafting[0]) if drafting else tuple(lacking)
+    missing = [strategy for call, strategy in one_a_call.items() if call not in table]
+    drafting = [strategy for strategy in missing if strategy.drafter == "model"]
+    turns = (*missing, *UNFED, drafting[0]) if drafting else tuple(missing)
     forced = Forced(turns * ROUNDS, rows, spare=(TRIES - 1) * ROUNDS * len(turns))
     while forced.turns:
         speculative_round(forced)
@@ -102,12 +100,12 @@ def measure(
 
 @functools.cache
 def figures(strategy: Strategy) -> roofline.Call:
-    """What a round by the strategy runs."""
+    """The call of a round by the strategy."""
     return candidates.build([strategy]).calls.each[0]
 
 
 def call_of(report: RoundReport) -> Call:
-    """What the round was."""
+    """The call of a round."""
     call = figures(report.strategy)
     behind = call.steps and report.lag > roofline.FREE_LAG
     return Call(
@@ -116,7 +114,7 @@ def call_of(report: RoundReport) -> Call:
 
 
 def price(table: Table, reports: Iterable[RoundReport]) -> float | None:
-    """Seconds of all rounds by the table; None where one is of a call that was never timed."""
+    """Seconds of all rounds by the table; None if one is of a call that was never timed."""
     prices = [
         (seconds(table, call), count)
         for call, count in collections.Counter(map(call_of, reports)).items()
@@ -129,9 +127,8 @@ def price(table: Table, reports: Iterable[RoundReport]) -> float | None:
 
 
 def seconds(table: Table, call: Call) -> float | None:
-    """Median seconds of a call. What was not timed while it caught up is a call that did not, and
-    the catching up.
-    """
+    """Median seconds of a call. A call that was not timed while it caught up is one without, plus
+    the catch-up."""
     if call in table:
         return statistics.median(table[call])
     if not call.chunks:
@@ -175,7 +172,7 @@ def ceilings(
 
 def accepted(observations: Sequence[Observations]) -> list[float | None]:
     """By depth, the share of likeliest drafts that were right where all before them were; None
-    where none was seen.
+    if none was seen.
     """
     tried = sum((one.offered > 0).sum(axis=0) for one in observations)
     right = sum(((one.offered > 0) & (one.ranks == 0)).sum(axis=0) for one in observations)

@@ -31,16 +31,16 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=576)
     parser.add_argument("--ffn", type=int, default=1536)
     parser.add_argument("--repeats", type=int, default=11)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     keys = iter(jax.random.split(jax.random.key(0), 2 * LAYERS))
-    shapes = ((asked.width, asked.ffn), (asked.ffn, asked.width)) * LAYERS
+    shapes = ((options.width, options.ffn), (options.ffn, options.width)) * LAYERS
     weights = [jax.random.normal(next(keys), shape) * shape[0] ** -0.5 for shape in shapes]
     forms = {"first": weights, "last": [OutputFirst(weight.T) for weight in weights]}
-    for rows in map(int, asked.rows.split(",")):
-        x = jnp.ones((rows, asked.width))
+    for rows in map(int, options.rows.split(",")):
+        x = jnp.ones((rows, options.width))
         programs = {name: jax.jit(through).lower(x, form).compile() for name, form in forms.items()}
         times = {name: [] for name in forms}
-        for turn in range(1 + asked.repeats):
+        for turn in range(1 + options.repeats):
             for name, program in programs.items():
                 began = time.perf_counter()
                 jax.block_until_ready(program(x, forms[name]))
@@ -51,8 +51,8 @@ def main() -> None:
             "rows": rows,
             "milliseconds": {name: round(1e3 * found, 2) for name, found in medians.items()},
             "first_over_last": round(medians["first"] / medians["last"], 3),
-            "width": asked.width,
-            "ffn": asked.ffn,
+            "width": options.width,
+            "ffn": options.ffn,
             "device": jax.devices()[0].device_kind,
             "jax": jax.__version__,
             "date": datetime.date.today().isoformat(),

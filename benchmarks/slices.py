@@ -44,27 +44,27 @@ SPREAD = 0.8  # sigma of the logarithm of lengths
 
 def main() -> None:
     """Print the document."""
-    asked = arguments()
-    jax.config.update("jax_num_cpu_devices", asked.slices)
-    mesh = make_mesh(1, 1, 1, jax.devices()[: asked.slices], slices=asked.slices)
-    source = open_source(asked.model)
+    options = arguments()
+    jax.config.update("jax_num_cpu_devices", options.slices)
+    mesh = make_mesh(1, 1, 1, jax.devices()[: options.slices], slices=options.slices)
+    source = open_source(options.model)
     dtype = jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
     layout = Layout(mesh, "generation", dtype=dtype)
     target = decoding_weights(load(source, layout), layout)
     words = np.array(source.tokenizer.encode(TEXT), np.int32)
-    ends = drawn(asked, asked.samples, asked.seed)
+    ends = drawn(options, options.samples, options.seed)
     wanted = [
         Request(np.resize(np.roll(words, -7 * i), PROMPT), (i,), int(end))
         for i, end in enumerate(ends)
     ]
-    size = asked.rows, PROMPT + asked.tokens
+    size = options.rows, PROMPT + options.tokens
     decoding = GenerationConfig(
-        Sampling(1.0), (PLAIN,), (), *size, asked.seed, min_rows=asked.min_rows
+        Sampling(1.0), (PLAIN,), (), *size, options.seed, min_rows=options.min_rows
     )
     ways = {
         "static": STATIC,
         "known": AssignmentPolicy(planner.plan_reallocation),
-        "law": AssignmentPolicy(by_law(asked)),
+        "law": AssignmentPolicy(by_law(options)),
     }
     runs = {
         name: measured(target, wanted, decoding, layout, placing) for name, placing in ways.items()
@@ -76,7 +76,7 @@ def main() -> None:
     device = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
     print(
         json.dumps(
-            vars(asked)
+            vars(options)
             | device
             | {"runs": runs, "row_slots_to_static": ratios, "texts_equal": equal},
             indent=1,
@@ -107,27 +107,32 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def drawn(asked: argparse.Namespace, count: int, seed: int) -> np.ndarray:
+def drawn(options: argparse.Namespace, count: int, seed: int) -> np.ndarray:
     """[count] response tokens."""
     random = np.random.default_rng(seed)
-    longest = asked.tokens
-    if asked.lengths is None:
+    longest = options.tokens
+    if options.lengths is None:
         found = random.lognormal(np.log(longest / 6), SPREAD, count)
     else:
-        known = read_percentiles(asked.lengths)
+        known = read_percentiles(options.lengths)
         scaled = known._replace(tokens=known.tokens * (longest / known.tokens[-1]))
         found = draw_lengths(scaled, count, random)
     return np.clip(found, 2, longest).astype(int)
 
 
-def by_law(asked: argparse.Namespace):
-    """The plan of one who knows how long responses are, and not how long each is."""
-    law = length_model.observe(Lengths(), drawn(asked, 1000, asked.seed + 1), np.ones(1000, bool))
+def by_law(options: argparse.Namespace):
+    """The plan that knows the distribution of lengths, but not each length."""
+    law = length_model.observe(
+        Lengths(), drawn(options, 1000, options.seed + 1), np.ones(1000, bool)
+    )
 
     def plan_reallocation(view: ClusterView) -> Reallocation:
         generated = view.context - PROMPT
         left = length_model.remaining(
-            length_model.survival(law)[None], np.zeros(len(generated), int), generated, asked.tokens
+            length_model.survival(law)[None],
+            np.zeros(len(generated), int),
+            generated,
+            options.tokens,
         )
         return planner.plan_reallocation(dataclasses.replace(view, left=left))
 

@@ -88,41 +88,41 @@ REWARD = (
 
 
 def main() -> None:
-    """Measure each case that is asked for."""
-    asked = arguments()
-    cases = PAIRS if asked.algorithm == "dpo" else CASES
-    for name in [asked.case] if asked.case else cases:
-        print(json.dumps({"case": name} | measure(asked, cases[name])), flush=True)
+    """Measure each case that is options for."""
+    options = arguments()
+    cases = PAIRS if options.algorithm == "dpo" else CASES
+    for name in [options.case] if options.case else cases:
+        print(json.dumps({"case": name} | measure(options, cases[name])), flush=True)
 
 
-def measure(asked: argparse.Namespace, case: Case) -> dict:
+def measure(options: argparse.Namespace, case: Case) -> dict:
     """Start the workers, let each warm up, then let them take turns."""
-    pythons = {"rlhf_jax": sys.executable} | dict(asked.peer)
+    pythons = {"rlhf_jax": sys.executable} | dict(options.peer)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        settings = write_inputs(asked, case, folder)
+        settings = write_inputs(options, case, folder)
         workers = []
         versions = {}
         for name, engine in ENGINES.items():
-            if engine.system not in pythons or name not in asked.engines:
+            if engine.system not in pythons or name not in options.engines:
                 continue
             python = pythons[engine.system]
             workers.append(stack.enter_context(start(name, python, folder, settings)))
             versions[name] = receive(workers[-1])["versions"]
-            for _ in range(asked.warm_up):
+            for _ in range(options.warm_up):
                 ask(workers[-1], {})
             print(f"{name} is warm.", file=sys.stderr)
         turns = []
-        for _ in range(asked.repeats):
+        for _ in range(options.repeats):
             turns.append({})
             for worker in workers:
                 time.sleep(SETTLE_SECONDS)
                 turns[-1][worker.name] = ask(worker, {})
-    return describe(asked, case, turns, versions)
+    return describe(options, case, turns, versions)
 
 
 def arguments() -> argparse.Namespace:
-    """The command line; ends in one sentence where it is wrong."""
+    """The command line; ends in one sentence if it is wrong."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -141,10 +141,10 @@ def arguments() -> argparse.Namespace:
         help="those that take turns, with commas, rlhf_jax among them; all need 30 GB of memory",
     )
     parser.add_argument("--peer", default=[], action="append", type=_peer, help="name=/its/python")
-    asked = parser.parse_args()
-    if asked.algorithm == "ppo" and "trl" in dict(asked.peer):
+    options = parser.parse_args()
+    if options.algorithm == "ppo" and "trl" in dict(options.peer):
         parser.error("TRL has no trainer for PPO; leave --peer trl out.")
-    return asked
+    return options
 
 
 def _engines(text: str) -> list[str]:
@@ -163,21 +163,21 @@ def _peer(text: str) -> tuple[str, str]:
     return name, python
 
 
-def write_inputs(asked: argparse.Namespace, case: Case, folder: Path) -> dict:
-    """Write prompts, a reward, and a copy of the model that ends as the case says.
+def write_inputs(options: argparse.Namespace, case: Case, folder: Path) -> dict:
+    """Write prompts, a reward, and a copy of the model with the case's end token.
 
     Return the settings.
     """
-    tokenizer = open_source(asked.model).tokenizer
-    spelled = case.stop or read_json(asked.model / "tokenizer_config.json")["eos_token"]
-    known = read_json(asked.model / "tokenizer.json")
+    tokenizer = open_source(options.model).tokenizer
+    spelled = case.stop or read_json(options.model / "tokenizer_config.json")["eos_token"]
+    known = read_json(options.model / "tokenizer.json")
     vocabulary = known["model"]["vocab"] | {
         one["content"]: one["id"] for one in known["added_tokens"]
     }
     stop = vocabulary[spelled]
     model = folder / "model"
     model.mkdir()
-    for file in asked.model.iterdir():
+    for file in options.model.iterdir():
         if file.name in ("config.json", "generation_config.json"):
             changed = read_json(file) | {"eos_token_id": stop}
         elif file.name == "tokenizer_config.json":
@@ -189,7 +189,7 @@ def write_inputs(asked: argparse.Namespace, case: Case, folder: Path) -> dict:
 
     rows = []
     for number in range(64):
-        if asked.algorithm == "dpo":
+        if options.algorithm == "dpo":
             begins = {"rendered": number, "chosen": number + 3, "rejected": number + 5}
             lengths = {"rendered": case.prompt}
             texts = {
@@ -205,22 +205,22 @@ def write_inputs(asked: argparse.Namespace, case: Case, folder: Path) -> dict:
     (folder / "reward.py").write_text(REWARD)
     longest = max(row["tokens"] for row in rows)
     return {
-        "algorithm": asked.algorithm,
+        "algorithm": options.algorithm,
         "model": str(model),
         "prompts": str(prompts),
         "reward": str(folder / "reward.py"),
         "stop": stop,
         "prompt_tokens": longest,
         "prompts_per_step": case.prompts,
-        "samples": asked.samples,
+        "samples": options.samples,
         "new_tokens": case.new,
-        "learning_rate": asked.learning_rate,
-        "kl": asked.kl,
+        "learning_rate": options.learning_rate,
+        "kl": options.kl,
     }
 
 
 def prompt_of(number: int, most: int, tokenizer: Tokenizer) -> tuple[str, list[int]]:
-    """A prompt of words, as many as fit into so many tokens, and its tokens as a chat."""
+    """A prompt of words, as many as fit into the given tokens, and its tokens as a chat."""
     words: list[str] = []
     found = "", []
     while True:
@@ -242,7 +242,7 @@ def words_of(number: int, tokens: int, tokenizer: Tokenizer) -> str:
 
 @contextlib.contextmanager
 def start(name: str, python: str, folder: Path, settings: dict) -> Iterator[Worker]:
-    """The worker of an engine, ended on leaving."""
+    """The worker of an engine, ended on exit."""
     own = folder / name
     own.mkdir()
     file = own / "settings.json"
@@ -266,7 +266,7 @@ def start(name: str, python: str, folder: Path, settings: dict) -> Iterator[Work
         process.wait()
 
 
-def describe(asked: argparse.Namespace, case: Case, turns: list[dict], versions: dict) -> dict:
+def describe(options: argparse.Namespace, case: Case, turns: list[dict], versions: dict) -> dict:
     """The document of a case."""
     names = list(versions)
     sizes = ("algorithm", "samples", "kl", "learning_rate", "repeats")
@@ -281,11 +281,11 @@ def describe(asked: argparse.Namespace, case: Case, turns: list[dict], versions:
         for name in names
     }
     for name in names:
-        told = [key for key in turns[0][name] if "/" in key]
-        engines[name] |= {key: spread([turn[name][key] for turn in turns]) for key in told}
+        keys = [key for key in turns[0][name] if "/" in key]
+        engines[name] |= {key: spread([turn[name][key] for turn in turns]) for key in keys}
     return (
         case._asdict()
-        | {size: getattr(asked, size) for size in sizes}
+        | {size: getattr(options, size) for size in sizes}
         | {
             "times_rlhf_jax": {
                 clock: {

@@ -64,15 +64,15 @@ LONGEST = 4000
 GRAIN = 32  # context tokens between two entries of the true times
 NOISE = 0.02  # of the times that policies see
 TEXT_POSITIONS = 512  # positions of finished text that a draft model reads between two stages
-KEPT = 0.5  # what counts of acceptance weigh after a stage: the policy has moved
+KEPT = 0.5  # weight of acceptance counts after a stage: the policy has moved
 CLASS = 2  # of confidence, for all drafts: one is as good as another here
 
 
 def main() -> None:
     """Print the document."""
-    asked = arguments()
+    options = arguments()
     try:
-        print(json.dumps(document(read_table(asked.latency), asked), indent=1))
+        print(json.dumps(document(read_table(options.latency), options), indent=1))
     except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from error
 
@@ -95,16 +95,16 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "--stages", type=int, default=STAGES, help="batches drained after the first"
     )
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args(given)
-    asked.acceptance = [float(chance) for chance in asked.acceptance.split(",")]
+    options = parser.parse_args(given)
+    options.acceptance = [float(chance) for chance in options.acceptance.split(",")]
     if (
-        not all(0 <= chance <= 1 for chance in asked.acceptance)
-        or not 0 < asked.held_out_fraction < 1
+        not all(0 <= chance <= 1 for chance in options.acceptance)
+        or not 0 < options.held_out_fraction < 1
     ):
         parser.error(
             "--acceptance takes chances from 0 to 1, --held-out-fraction a share between 0 and 1."
         )
-    return asked
+    return options
 
 
 # ---- the cost model
@@ -160,7 +160,7 @@ def errors(costs: cost.Costs, points: Points) -> dict:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What really happens."""
+    """The true behaviour of the machine."""
 
     lengths: np.ndarray  # [S] draft lengths, 0 first
     # [S, rows, T] seconds of a round of 1 and more live rows, at 0, GRAIN, 2 GRAIN ... context a
@@ -180,30 +180,30 @@ class Machine:
         return expected(self.chance, self.lengths)
 
 
-def machine_of(points: Points, chance: float, asked: argparse.Namespace) -> Machine:
+def machine_of(points: Points, chance: float, options: argparse.Namespace) -> Machine:
     """The machine of the table."""
     lengths = possible_lengths(points)
     seqs = np.arange(0, PROMPT + LONGEST + 2 * GRAIN, GRAIN)
     lives = np.arange(1, min(ROWS, points.batch.max()) + 1)
     times = surface(points[points.mode != DRAFT], lengths + 1, lives, seqs)
-    if not free_drafter(points, asked):
+    if not free_drafter(points, options):
         times = times + lengths[:, None, None] * surface(
             points[points.mode == DRAFT], np.zeros(1), lives, seqs
         )
     return Machine(lengths, times, chance)
 
 
-def batches_of(machine: Machine, asked: argparse.Namespace) -> list[np.ndarray]:
+def batches_of(machine: Machine, options: argparse.Namespace) -> list[np.ndarray]:
     """[rows] response tokens of the batch of each stage."""
-    luck = np.random.default_rng(asked.seed)
+    luck = np.random.default_rng(options.seed)
     rows = machine.times.shape[1]
-    drawn = np.exp(luck.normal(np.log(asked.typical_length), SPREAD, (1 + asked.stages, rows)))
+    drawn = np.exp(luck.normal(np.log(options.typical_length), SPREAD, (1 + options.stages, rows)))
     return list(np.clip(drawn.astype(int), 4, LONGEST))
 
 
-def free_drafter(points: Points, asked: argparse.Namespace) -> bool:
-    """Whether drafting costs nothing: asked for, or not in the table."""
-    return asked.free_drafter or DRAFT not in points.mode
+def free_drafter(points: Points, options: argparse.Namespace) -> bool:
+    """Whether drafting costs nothing: by option, or because it is not in the table."""
+    return options.free_drafter or DRAFT not in points.mode
 
 
 # ---- the drain
@@ -211,7 +211,7 @@ def free_drafter(points: Points, asked: argparse.Namespace) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """What a policy sees of a round that is over."""
+    """A policy's view of a finished round."""
 
     choice: int  # index of the length
     live: int
@@ -224,12 +224,12 @@ class Round:
     observations: Observations
 
 
-# A choice for (live rows, context, the last Round or, as a stage begins, None).
+# From (live rows, context, the last Round or, as a stage begins, None) to a choice.
 Policy = Generator[int, tuple[int, float, Any], None]
 
 
 class Drained(NamedTuple):
-    """A batch that is done."""
+    """A finished batch."""
 
     tokens: int
     seconds: float  # true ones
@@ -239,10 +239,9 @@ class Drained(NamedTuple):
 def drain(
     machine: Machine, batches: list[np.ndarray], policy: Policy, retrospect: bool, seed: int
 ) -> list[Drained]:
-    """What a policy makes of the batches, one after the other.
+    """A policy's results on the batches, one after the other.
 
-    `retrospect`: what would have been drafted is scored in rounds that draft nothing (lookup,
-    replay).
+    `retrospect`: possible drafts are scored in rounds that draft nothing (lookup, replay).
     """
     luck = np.random.default_rng(seed + 1)
     next(policy)
@@ -276,9 +275,8 @@ def seen(
     retrospect: bool,
     luck: np.random.Generator,
 ) -> Round:
-    """A round as policies see it, with the luck of the draws; left [live] tokens that the texts
-    have to come.
-    """
+    """A round in a policy's view, with the luck of the draws; left [live] remaining tokens of the
+    texts."""
     length = int(machine.lengths[choice])
     left = np.ceil(left).astype(int)
     right = luck.random((len(left), length)) < machine.chance
@@ -382,9 +380,8 @@ def smartspec(lengths: np.ndarray, target: np.ndarray, drafter: np.ndarray) -> P
 def ours(
     lengths: np.ndarray, costs: cost.Costs, drafter: str, texts: Texts, decisions: list[float]
 ) -> Policy:
-    """The project's selector, which knows nothing of the drafter at first; appends the seconds of
-    each decision.
-    """
+    """The project's selector, which begins without observations; appends the seconds of each
+    decision."""
     choices = candidates.build(
         Strategy(tree.chain(length), drafter if length else "none") for length in lengths.tolist()
     )
@@ -429,14 +426,14 @@ def end_stage(selector: Selector, texts: Texts) -> None:
 
 
 def rows_by_class(live: int) -> np.ndarray:
-    """[2, CLASSES] rows by what is known before they draft: all are alike."""
+    """[2, CLASSES] rows by the facts known before they draft: all are alike."""
     counts = np.zeros((2, CLASSES), int)
     counts[0, CLASS] = live
     return counts
 
 
 def report(last: Round, strategy: Strategy, drafter: str) -> RoundReport:
-    """A round as the engine tells it."""
+    """A round as the engine reports it."""
     return RoundReport(
         strategy=strategy,
         rows=last.live,
@@ -454,19 +451,24 @@ def report(last: Round, strategy: Strategy, drafter: str) -> RoundReport:
 # ---- the document
 
 
-def document(points: Points, asked: argparse.Namespace) -> dict:
-    """All that the benchmark measures."""
-    held_out = np.random.default_rng(asked.seed).random(len(points.mode)) < asked.held_out_fraction
+def document(points: Points, options: argparse.Namespace) -> dict:
+    """All measurements of the benchmark."""
+    held_out = (
+        np.random.default_rng(options.seed).random(len(points.mode)) < options.held_out_fraction
+    )
     train = points[~held_out]
     test = points[held_out]
     if not {DECODE, VERIFY} <= set(train.mode) or not len(test.mode):
         raise ValueError(
-            f"{asked.latency} has too few points to hold out {asked.held_out_fraction:g} of them."
+            f"{options.latency} has too few points to hold out"
+            f" {options.held_out_fraction:g} of them."
         )
-    drains = {str(chance): drains_at(chance, points, train, asked) for chance in asked.acceptance}
+    drains = {
+        str(chance): drains_at(chance, points, train, options) for chance in options.acceptance
+    }
     return {
-        "table": pathlib.Path(asked.latency).name,
-        "drafter": "free" if free_drafter(points, asked) else "the table's",
+        "table": pathlib.Path(options.latency).name,
+        "drafter": "free" if free_drafter(points, options) else "the table's",
         "cost_model": {
             "trained_on": len(train.mode),
             "held_out": len(test.mode),
@@ -476,30 +478,31 @@ def document(points: Points, asked: argparse.Namespace) -> dict:
     }
 
 
-def drains_at(chance: float, points: Points, train: Points, asked: argparse.Namespace) -> dict:
+def drains_at(chance: float, points: Points, train: Points, options: argparse.Namespace) -> dict:
     """The drains by every policy at one acceptance, and how ours compares: first the later stages,
     then the first.
     """
-    machine = machine_of(points, chance, asked)
-    free = free_drafter(points, asked)
+    machine = machine_of(points, chance, options)
+    free = free_drafter(points, options)
     decisions = []
     lengths = machine.lengths
     drafter = "lookup" if free else "model"
     draft = linear(train[train.mode == DRAFT]) * (not free)
-    texts = Texts(np.random.default_rng(asked.seed + 3), chance)
+    texts = Texts(np.random.default_rng(options.seed + 3), chance)
     policies = {
         **{
             f"length {length}" if length else "plain": fixed(i)
             for i, length in enumerate(lengths.tolist())
         },
-        "tlt": tlt(lengths, asked.seed),
+        "tlt": tlt(lengths, options.seed),
         "smartspec": smartspec(lengths, linear(train[train.mode != DRAFT]), draft),
         "ours": ours(lengths, fitted(train), drafter, texts, decisions),
         "oracle": oracle(machine),
     }
-    batches = batches_of(machine, asked)
+    batches = batches_of(machine, options)
     drained = {
-        name: drain(machine, batches, policy, free, asked.seed) for name, policy in policies.items()
+        name: drain(machine, batches, policy, free, options.seed)
+        for name, policy in policies.items()
     }
     microseconds = {"decision_microseconds": round(statistics.median(decisions) * 1e6, 1)}
     return (

@@ -53,7 +53,7 @@ while ((${#pids[@]})); do
     wait "${pids[rank]}"
     status=$?
     unset "pids[rank]"
-    ((status == 75)) && told=1 # the process has printed the lost rank and the remedy
+    ((status == 75)) && told=1 # the process has printed the lost rank and the hint
     ((status == 0 || code != 0)) && continue
     code=$status deadline=$((SECONDS + 50))
     case $status in
@@ -67,5 +67,5 @@ while ((${#pids[@]})); do
   ((deadline && SECONDS >= deadline)) && send KILL
   sleep 0.2
 done
-((died && !told)) && echo "The same command goes on from the last checkpoint; what libraries wrote is in the workdir's log." >&2
+((died && !told)) && echo "The same command resumes from the last checkpoint; the output of libraries is in the workdir's log." >&2
 exit "$code"

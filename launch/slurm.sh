@@ -30,7 +30,7 @@ code=$?
 case $code in
 0 | 1 | 2 | 130 | 143) exit "$code" ;; # the process has printed the reason
 75) ;;                                 # the process has printed the lost rank
-*) echo "A process died (exit status $code): the same command goes on from the last checkpoint." >&2 ;;
+*) echo "A process died (exit status $code): the same command resumes from the last checkpoint." >&2 ;;
 esac
 ((${SLURM_RESTART_COUNT:-0} < 10)) && scontrol requeue "$SLURM_JOB_ID"
 exit "$code"

@@ -1,6 +1,6 @@
-"""Hold the Pallas kernels of decoding and scoring, and choose which implementation of each runs.
+"""The Pallas kernels of decoding and scoring, and the choice of their implementations.
 
-A folder is a kernel: `reference.py` is its meaning in plain JAX, `tpu.py` runs on TPUs (Mosaic) and
+A folder is a kernel: `reference.py` defines it in plain JAX, `tpu.py` runs on TPUs (Mosaic) and
 `gpu.py` on Hopper GPUs (Mosaic GPU). The package imports jax and the standard library only.
 """
 

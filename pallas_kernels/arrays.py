@@ -1,4 +1,4 @@
-"""Define what the entries of all kernels share: the cache's type and the check of ranks."""
+"""Define what all kernels share: the type of the cache, and the check of ranks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from jax.typing import ArrayLike
 LayerCache = tuple[Array, Array]
 Cache = tuple[LayerCache, ...]
 
-# A logit that adds nothing to a sum of exponentials, yet whose multiples and differences are
+# A logit that adds nothing to a sum of exponentials, but whose multiples and differences are
 # finite.
 LOWEST = -1e30
 
 
 def check_ranks(arrays: Sequence[ArrayLike], ranks: Sequence[int]) -> None:
-    """Assert that each array has as many axes as `ranks` says; raises AssertionError."""
+    """Assert that arrays have these ranks; raises AssertionError."""
     for number, (array, rank) in enumerate(zip(arrays, ranks, strict=True)):
         shape = jnp.shape(array)
         assert len(shape) == rank, (

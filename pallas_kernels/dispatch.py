@@ -1,4 +1,4 @@
-"""Choose which implementation of each kernel runs, and say why."""
+"""Choose the implementation of each kernel, with the reason."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ FUNCTIONS = {
 }
 # Each of these platforms has all of the kernels in Pallas.
 PLATFORMS = "tpu", "gpu"
-# On a CPU this one has a form of its own in plain JAX: the reference, where that is quicker.
+# On a CPU this one has its own form in plain JAX, which uses the reference where that is faster.
 ON_CPU = "tree_attention"
 # The GPU kernels use the matrix instructions of this major compute capability.
 HOPPER = 9
-# A configuration may ask for one of these, kernel by kernel.
+# The values of a kernel's configuration key.
 WANTED = "auto", "reference", "pallas", "interpret"
 
 
 class Device(Protocol):
-    """Describe a device as a `jax.Device` does; a GPU also has a `compute_capability`."""
+    """Describe a device like a `jax.Device`; a GPU also has a `compute_capability`."""
 
     @property
     def platform(self) -> str:
@@ -38,7 +38,7 @@ class Device(Protocol):
 
     @property
     def device_kind(self) -> str:
-        """Return the model of the chip, as `measured.table` has it."""
+        """Return the model of the chip, as in `measured.table`."""
         ...
 
 
@@ -56,7 +56,7 @@ class Kernels:
 
     @property
     def tiled(self) -> bool:
-        """Say whether one of them wants a cache of whole tiles."""
+        """Return whether one of them requires a cache of whole tiles."""
         return not {*dataclasses.astuple(self)} <= {"reference", "cpu"}
 
 
@@ -71,34 +71,34 @@ def choose(
 ) -> tuple[Kernels, dict[str, str]]:
     """Choose the implementation of each kernel on a device, and give the reasons by kernel.
 
-    wanted: one of WANTED by kernel; itemsize: bytes of a number that the models compute with;
-    models: those that decode, the policy first. "auto" takes the platform's kernel where
-    `measured.table` has it faster than the reference on that kind of device. Raises ValueError
-    where "pallas" is asked for and there is none.
+    wanted: one of WANTED by kernel; itemsize: bytes of a number in the models' computation; models:
+    those that decode, the policy first. "auto" uses the platform's kernel if `measured.table` has
+    it faster than the reference on that kind of device. Raises ValueError if "pallas" is set for a
+    kernel without one.
     """
     names = {}
     reasons = {}
     for kernel, how in wanted.items():
-        lacking = _lacking(kernel, device, itemsize, models)
+        missing = _missing(kernel, device, itemsize, models)
         timed = measured.table().get((kernel, device.device_kind))
         name = "reference"
         if how in ("reference", "interpret"):
             name = how
-            why = "asked for"
+            why = "set in the config"
         elif how == "pallas":
-            if lacking:
+            if missing:
                 raise ValueError(
-                    f"kernels.{kernel} is 'pallas', but {lacking}; choose 'auto' or 'reference'."
+                    f"kernels.{kernel} is 'pallas', but {missing}; choose 'auto' or 'reference'."
                 )
             name = device.platform
-            why = "asked for"
+            why = "set in the config"
         elif device.platform == "cpu" and kernel == ON_CPU:
             name = "cpu"
             why = "of a long cache it reads the blocks that hold tokens"
-        elif lacking:
-            why = lacking
+        elif missing:
+            why = missing
         elif timed is None:
-            why = f"the kernel has not been timed on {device.device_kind}; 'pallas' asks for it"
+            why = f"the kernel has not been timed on {device.device_kind}; 'pallas' selects it"
         else:
             name = device.platform if timed.ratio > 1 else "reference"
             why = (
@@ -116,8 +116,8 @@ def names_on(kernel: str, platform: str) -> set[str]:
     return {"reference", "interpret", *own}
 
 
-def _lacking(kernel: str, device: Device, itemsize: int, models: Sequence[Shape]) -> str | None:
-    """Say why a device has no such kernel for these models, or None where it has."""
+def _missing(kernel: str, device: Device, itemsize: int, models: Sequence[Shape]) -> str | None:
+    """Return why a device has no such kernel for these models, or None if it has."""
     if device.platform not in PLATFORMS:
         return f"there is no kernel of its own for a {device.platform}"
     if device.platform != "gpu":

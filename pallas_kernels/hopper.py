@@ -1,4 +1,4 @@
-"""Hold what the kernels for Hopper (Mosaic GPU) have in common.
+"""Shared code of the kernels for Hopper (Mosaic GPU).
 
 Layouts, loads and stores come first, then the product of rows and the head. It streams through
 shared memory: a thread block takes up to 128 rows (nodes, tokens) through one slice of the
@@ -20,19 +20,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shapes import BLOCK
 
-# An H100 has so many multiprocessors.
+# The multiprocessors of an H100.
 MULTIPROCESSORS = 132
-# A warpgroup serves so many rows: the height of its matrix instruction.
+# Rows per warpgroup: the height of its matrix instruction.
 WARPGROUP_ROWS = 64
-# So many columns of the width are fetched at a time.
+# Columns of the width fetched at a time.
 DEPTH = 64
-# The head's ring has so many slots: with two warpgroups they take 192 of 227 KiB.
+# Slots of the head's ring: with two warpgroups they take 192 of 227 KiB.
 HEAD_SLOTS = 4
-# So many columns of a block are read or written at a time: all would not fit the registers.
+# Columns of a block read or written at a time: all would not fit the registers.
 STRIP = 64
-# Matrix instructions want tiles of 8 rows of 64 bfloat16, which are 128 bytes.
+# Matrix instructions require tiles of 8 rows of 64 bfloat16, which are 128 bytes.
 TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-# One number a row, as a sum over the columns of a product has it.
+# One number per row, laid out like a sum over the columns of a product.
 ROWWISE = plgpu.Layout.WGMMA.reduce(1)
 
 
@@ -49,49 +49,49 @@ class ProductPlan(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Return the number of rows, with those that fill up the last tile."""
+        """Return the number of rows, padded to whole tiles."""
         return self.tiles * self.warpgroups * WARPGROUP_ROWS
 
     @property
     def grid(self) -> dict[str, Any]:
-        """Return thread blocks and threads: what shares a slice of the head runs side by side."""
+        """Return thread blocks and threads; blocks with one slice of the head run side by side."""
         of_blocks = {"grid": (self.tiles, self.slices), "grid_names": ("tile", "slice")}
         return of_blocks | {"num_threads": self.warpgroups, "thread_name": "warpgroup"}
 
 
 class Ring(NamedTuple):
-    """Hold the shared memory through which rows and head come, and its barriers.
+    """Hold the shared memory of incoming rows and head, and its barriers.
 
-    The fields are references in a kernel, and what to allocate outside. A is the warpgroups, S the
+    The fields are references in a kernel, and specifications outside. A is the warpgroups, S the
     slots.
     """
 
     hidden: Any  # [S, A * WARPGROUP_ROWS, DEPTH]
-    head: Any  # [S, DEPTH, 256], or [S, 256, DEPTH] where tied
-    loaded: Any  # [S]: hidden and head are here
+    head: Any  # [S, DEPTH, 256], or [S, 256, DEPTH] if tied
+    loaded: Any  # [S]: hidden and head have arrived
     consumed: Any  # [S]: every warpgroup has multiplied them
 
 
 class WarpgroupWork(NamedTuple):
-    """Say what one warpgroup does: which rows, through which blocks of the vocabulary."""
+    """Describe the work of one warpgroup: its rows, and its blocks of the vocabulary."""
 
     me: Array  # the warpgroup's number in its thread block
     rows: Any  # a pl.Slice of all rows
     part: Array  # the slice of the vocabulary
     first: Array  # its first block
-    blocks: Array  # how many blocks it has
+    blocks: Array  # the number of its blocks
 
 
 def load(ref: Any, layout: Any = ROWWISE) -> Array:
     """Read a reference to device memory into registers of a layout."""
-    # jax 0.10 wants an index, 0.12 none.
+    # jax 0.10 requires an index, 0.12 none.
     everything = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
     return plgpu.load(ref, *everything, layout=layout, optimized=False)
 
 
 def store(ref: Ref, x: Array) -> None:
-    """Write registers to a reference to device memory, however narrow the stores."""
-    # jax 0.12 brings this, and there an assignment refuses narrow stores.
+    """Store registers to a reference to device memory, however narrow the stores."""
+    # jax 0.12 has this function, and there an assignment refuses narrow stores.
     if hasattr(plgpu, "store"):
         plgpu.store(ref, x, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
     else:
@@ -99,12 +99,12 @@ def store(ref: Ref, x: Array) -> None:
 
 
 def interpretation(interpret: bool, off: Any = None) -> Any:
-    """Return the parameters of Pallas' GPU interpreter, which jax has from 0.12 on, or `off`."""
+    """Return the parameters of Pallas' GPU interpreter (jax 0.12 and later), or `off`."""
     return plgpu.InterpretGPUParams() if interpret else off  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def smem(*shape: int) -> Any:
-    """Describe shared memory for bfloat16 tiles as the matrix unit wants them.
+    """Describe shared memory for bfloat16 tiles as the matrix unit requires them.
 
     The last dimension is a multiple of 64.
     """
@@ -112,7 +112,7 @@ def smem(*shape: int) -> Any:
 
 
 def rowwise(value: float, dtype: Any = jnp.float32) -> Array:
-    """Return [WARPGROUP_ROWS] of one value, laid out as a sum over the columns of logits is."""
+    """Return [WARPGROUP_ROWS] of one value, laid out like a sum over the columns of logits."""
     return plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), value, dtype), ROWWISE)
 
 
@@ -176,7 +176,7 @@ def stream(
 ) -> Any:
     """Return the carry after visit(block, logits, carry) at each block of a warpgroup's slice.
 
-    Blocks follow one another. hidden [plan.rows, M] and head ([M, V], or [V, M] where tied) are
+    Blocks are visited in order. hidden [plan.rows, M] and head ([M, V], or [V, M] if tied) are
     references in bfloat16; block is its number in the vocabulary. A visit calls `logits` once: it
     waits for the block's logits [WARPGROUP_ROWS, 256], not tempered.
     """
@@ -237,13 +237,13 @@ def _logits(
 
 
 def _refill(ring: Ring, me: Array, fetch: Callable, *, step: Array, steps: Array) -> None:
-    """Give back the slot of the step before, and fill it with what comes after those in flight."""
+    """Free the previous step's slot, and fill it with the next fetch after those in flight."""
     coming = step + HEAD_SLOTS - 1
     slot = lax.rem(coming, HEAD_SLOTS)
     plgpu.barrier_arrive(ring.consumed.at[slot])
 
     @pl.when((me == 0) & (coming < steps))
     def fill() -> None:
-        """Wait until every warpgroup has given the slot back, and fetch into it."""
+        """Wait until every warpgroup has freed the slot, and fetch into it."""
         plgpu.barrier_wait(ring.consumed.at[slot])
         fetch(coming)

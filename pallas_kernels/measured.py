@@ -1,4 +1,4 @@
-"""The measured speeds of kernels, in measured.json beside this file; "auto" chooses by them.
+"""The measured speeds of kernels, in measured.json in this folder; "auto" chooses by them.
 
 The file is a list of maps, one for each kernel and kind of device. `python -m benchmarks.on_gpu`
 writes it.
@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import Any
 
 PATH = Path(__file__).with_name("measured.json")
-# Below so many cases a quartile says little.
+# With fewer cases a quartile is meaningless.
 LEAST_CASES = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """Describe how many times as fast as the reference a kernel is on a kind of device."""
+    """Hold the speed of a kernel over the reference on a kind of device."""
 
     kernel: str
-    device_kind: str  # as `jax.Device` has it
-    # Reached in three cases of four: the lower quartile. A median above 1 would take a kernel that
-    # is slower in nearly half of the cases.
+    device_kind: str  # as in `jax.Device`
+    # Reached in three cases of four: the lower quartile. A median above 1 would select a kernel
+    # that is slower in nearly half of the cases.
     ratio: float
     median: float
     least: float
@@ -39,7 +39,7 @@ class Measurement:
 def summarise(
     kernel: str, device_kind: str, ratios: Sequence[float], *, jax: str, date: str
 ) -> Measurement | None:
-    """Summarise the ratios of a kernel's cases; None where they are fewer than `LEAST_CASES`."""
+    """Summarise the ratios of a kernel's cases; None if they are fewer than `LEAST_CASES`."""
     if len(ratios) < LEAST_CASES:
         return None
     quartile, median, _ = statistics.quantiles(ratios, n=4, method="inclusive")
@@ -49,29 +49,31 @@ def summarise(
 
 @functools.cache
 def table() -> Mapping[tuple[str, str], Measurement]:
-    """Read the package's own measurements, by kernel and device kind, once a process."""
+    """Read the package's own measurements, by kernel and device kind, once per process."""
     return read(PATH)
 
 
 def read(path: Path) -> dict[tuple[str, str], Measurement]:
     """Read the measurements of a file, by kernel and device kind.
 
-    Raises ValueError, in one sentence, where the file holds anything else.
+    Raises ValueError, in one sentence, if the file holds anything else.
     """
     try:
         rows = json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}); write it by benchmarks.on_gpu.") from error
+        raise ValueError(
+            f"{path} is not JSON ({error}); write it with benchmarks.on_gpu."
+        ) from error
     if not isinstance(rows, list):
-        raise ValueError(f"{path} is no list of measurements; write it by benchmarks.on_gpu.")
-    found = {}
+        raise ValueError(f"{path} is not a list of measurements; write it with benchmarks.on_gpu.")
+    measurements = {}
     for row in rows:
         _check(row, path)
         measurement = Measurement(**row)
-        found[measurement.kernel, measurement.device_kind] = measurement
-    if len(found) < len(rows):
+        measurements[measurement.kernel, measurement.device_kind] = measurement
+    if len(measurements) < len(rows):
         raise ValueError(f"{path} has two measurements of one kernel and device; leave one.")
-    return found
+    return measurements
 
 
 def as_text(measurements: Mapping[tuple[str, str], Measurement]) -> str:

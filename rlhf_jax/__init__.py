@@ -1,7 +1,7 @@
 """Train language models by reinforcement learning in JAX, with speculative decoding.
 
-These are the public names; each is imported from its module when it is first asked for. So
-`import rlhf_jax` is light, and the processes that compute rewards never import jax.
+These are the public names. Each is imported from its module on first use, so that `import rlhf_jax`
+is light and the processes that compute rewards never import jax.
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ __all__ = [
     "unstack",
 ]
 
-# Where each public name is: `module`, or `module:name` where it is called otherwise there.
+# The module of each public name: `module`, or `module:name` where the name differs there.
 _PLACES = {
-    # What crosses from stage to stage.
+    # Types that cross stage boundaries.
     "DecodeState": "cache.state",
     "Model": "types",
     "ModelConfig": "types",
@@ -174,7 +174,7 @@ _PLACES = {
     "default_config": "config:default",
     "step": "iteration",
     "train": "trainer",
-    # What a user may add.
+    # Extension points.
     "Algorithm": "config.algorithms",
     "GRPO": "algorithms.grpo",
     "PPO": "algorithms.ppo",
@@ -194,7 +194,7 @@ _PLACES = {
 }
 
 
-# Type checkers read the imports above instead, so that they report names that are not there.
+# Type checkers read the imports above instead, so that they report missing names.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
@@ -208,5 +208,5 @@ if not TYPE_CHECKING:
 
 
 def __dir__() -> list[str]:
-    """List the public names, whether they are imported yet or not."""
+    """List the public names, imported or not."""
     return sorted({*globals(), *__all__})

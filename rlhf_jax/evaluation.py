@@ -1,4 +1,4 @@
-"""Measures of a policy over held-out prompts."""
+"""Evaluate a policy on held-out prompts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class EvaluationReport:
 def evaluate(
     state: RunState, run: Run, observe: Observer = ignore
 ) -> tuple[RunState, EvaluationReport]:
-    """Measure the policy on held-out prompts, or the losses on held-out samples of given ones."""
+    """Evaluate the policy on held-out prompts, or the losses on given held-out samples."""
     observe("evaluation", None)
     if run.held_out is None:
         return _evaluate_policy(state, run, observe)
@@ -50,25 +50,27 @@ def evaluate(
 def _evaluate_policy(
     state: RunState, run: Run, observe: Observer
 ) -> tuple[RunState, EvaluationReport]:
-    """Measure the policy on the held-out prompts.
+    """Evaluate the policy on the held-out prompts.
 
-    The noise is not training's (another seed). It is the same every time, so two evaluations are
-    paired, and the text of the one before is the draft of this one; but where acceptance makes the
-    text depend on the drafts (`AcceptanceRule`), the noise is new. Samples that a measure failed on
-    are left out of its mean, and counted.
+    The noise is not training's (another seed), and the same every time, so that two evaluations are
+    paired, and the previous text is the draft of this one. If the text depends on the drafts
+    (`AcceptanceRule`), the noise is new. Samples on which a measure failed are excluded from its
+    mean and counted.
     """
-    asked = run.evaluation
+    evaluation = run.evaluation
     settings = run.generation
-    assert asked is not None and settings is not None, "The policy generates for held-out prompts."
+    assert evaluation is not None and settings is not None, (
+        "The policy generates for held-out prompts."
+    )
     before = remembered(state.host).evaluation
     models = decoding_models(state.models, run.frozen, settings.layout)
     wanted = requests(
-        asked.prompts.tokens,
-        asked.samples_per_prompt,
+        evaluation.prompts.tokens,
+        evaluation.samples_per_prompt,
         settings.max_new_tokens,
         first_id=0,
         history=before.history,
-        rule=asked.decoding.rule,
+        rule=evaluation.decoding.rule,
     )
     selector = copy.deepcopy(before.selector)
     record = StageRecord()
@@ -80,21 +82,21 @@ def _evaluate_policy(
     samples = generate_samples(
         models,
         wanted,
-        asked.decoding,
+        evaluation.decoding,
         settings,
         assignment_policy_of(settings, before.lengths, "evaluation"),
         selector=selector,
         observe=arrived,
     )
     counts = sum(by_group(record.counts, GenerationCounts(), settings), GenerationCounts())
-    selector = end_stage(selector, models[1], samples, asked.decoding, settings)
+    selector = end_stage(selector, models[1], samples, evaluation.decoding, settings)
     evaluated = samples, RolloutStats(counts, selector)
 
-    rows = np.repeat(np.arange(len(asked.prompts)), asked.samples_per_prompt)
-    responses = responses_of(samples, asked.prompts, rows, asked.tokenizer)
-    scores = {name: measure(responses) for name, measure in asked.measures.items()}
+    rows = np.repeat(np.arange(len(evaluation.prompts)), evaluation.samples_per_prompt)
+    responses = responses_of(samples, evaluation.prompts, rows, evaluation.tokenizer)
+    scores = {name: measure(responses) for name, measure in evaluation.measures.items()}
     means = _means(scores)
-    ends = [asked.decoding.ended_itself(sample.tokens) for sample in samples]
+    ends = [evaluation.decoding.ended_itself(sample.tokens) for sample in samples]
     means["eval/finished"] = float(np.mean(ends))
     means["eval/distinct_pairs"] = distinct_pairs([one.response for one in responses])
     means["eval/generation/tokens_per_round"] = counts.metrics(0.0)["generation/tokens_per_round"]
@@ -108,16 +110,16 @@ def _evaluate_policy(
 
 
 def _means(scores: Mapping[str, Scores]) -> dict[str, float]:
-    """Return the mean of each measure, of the numbers beside it, and on how many samples it failed.
+    """Return means of each measure and its further numbers, and the count of failed samples.
 
-    A measure that failed on none has no such count.
+    A measure without failures has no such count.
     """
     means = {}
-    for name, found in scores.items():
-        failed = int(np.isnan(found.values).sum())
-        if failed < len(found.values):
-            means[f"eval/{name}"] = float(np.nanmean(found.values, dtype=float))
-        means |= {f"eval/{name}/{key}": one for key, one in means_of(found.numbers).items()}
+    for name, values in scores.items():
+        failed = int(np.isnan(values.values).sum())
+        if failed < len(values.values):
+            means[f"eval/{name}"] = float(np.nanmean(values.values, dtype=float))
+        means |= {f"eval/{name}/{key}": one for key, one in means_of(values.numbers).items()}
         if failed:
             means[f"eval/{name}/failed"] = failed
     return means

@@ -1,4 +1,4 @@
-"""One iteration: samples are drawn, scored, and learned from."""
+"""One iteration: draw samples, score them, and learn from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rlhf_jax.types import Models
 
 
 class Learned(NamedTuple):
-    """Hold what a step has learned from its samples."""
+    """Hold the results of the update of a step."""
 
     models: Models
     metrics: dict[str, float]
@@ -33,16 +33,16 @@ class Learned(NamedTuple):
 
 
 def step(state: RunState, run: Run, observe: Observer = ignore) -> tuple[RunState, StepReport]:
-    """Take one iteration over the next samples.
+    """Run one iteration on the next samples.
 
-    The models are used up once training begins; what is raised before that leaves them whole.
-    `observe` may raise, but not in training, nor while samples of the next step are waited for.
+    The models are donated once training starts; an exception before that leaves them valid.
+    `observe` may raise, except during training and while samples of the next step are awaited.
     """
     with run.source.draw(state, observe) as drawn:
         learned = learn_from(drawn, state, run, observe)
     metrics = drawn.metrics | learned.metrics
     coefficient = drawn.host.kl_coefficient
-    if "kl/response" in metrics:  # else it stays: every minibatch was skipped
+    if "kl/response" in metrics:  # otherwise every minibatch was skipped
         metrics["kl/coefficient"] = coefficient
         samples = len(drawn.batch.tokens)
         coefficient = run.next_kl_coefficient(coefficient, metrics["kl/response"], samples)
@@ -59,15 +59,15 @@ def step(state: RunState, run: Run, observe: Observer = ignore) -> tuple[RunStat
 
 
 def learn_from(drawn: Drawn, state: RunState, run: Run, observe: Observer) -> Learned:
-    """Score what was drawn, and train all that learns on it; the models are used up."""
+    """Score samples and train all learners on them; the models are donated."""
     metrics = drawn.metrics | changes_of_place(state, run)
     measures = state.host.stage_times is None and not run.config.deterministic
     with CallWatch() as watch:
-        hear = functools.partial(_hear, watch, observe, measures and distributed.count() == 1)
+        record = functools.partial(_record, watch, observe, measures and distributed.count() == 1)
         with timed("inference", metrics, observe):
             models = run.scoring.models_of(state.models, run.frozen)
-            heard = functools.partial(hear, "inference")
-            scored, padding = score(drawn.batch, models, run.scoring, drawn.scored, heard)
+            progress = functools.partial(record, "inference")
+            scored, padding = score(drawn.batch, models, run.scoring, drawn.scored, progress)
             batch, measured = prepare(scored, state.host.kl_coefficient, run.config, drawn.behind)
             metrics |= measured | {"inference/padding": padding}
         if drawn.check:
@@ -76,8 +76,8 @@ def learn_from(drawn: Drawn, state: RunState, run: Run, observe: Observer) -> Le
         times = state.host.stage_times
         if run.learners:
             with timed("training", metrics, observe):
-                heard = functools.partial(hear, "training")
-                models, losses, times = _update(batch, state, run, measures, heard)
+                progress = functools.partial(record, "training")
+                models, losses, times = _update(batch, state, run, measures, progress)
                 metrics |= losses
         spans = watch.spans(run.lanes.of)
     if run.distillation:
@@ -89,9 +89,13 @@ def learn_from(drawn: Drawn, state: RunState, run: Run, observe: Observer) -> Le
 
 
 def _update(
-    batch: Sequences, state: RunState, run: Run, measures: bool, heard: Callable[[PhaseParts], None]
+    batch: Sequences,
+    state: RunState,
+    run: Run,
+    measures: bool,
+    progress: Callable[[PhaseParts], None],
 ) -> tuple[Models, dict[str, float], Mapping[str, StageTimes] | None]:
-    """Train what learns, after stages of pipelines were measured where that is due."""
+    """Update the learners, after measuring pipeline stages if that is due."""
     times = state.host.stage_times
     if measures:
         times = measure_update(state.models, batch, run.learners, state.step) or None
@@ -100,14 +104,16 @@ def _update(
         batch,
         run.learners,
         step=state.step,
-        observe=heard,
+        observe=progress,
         skipped=state.host.skipped,
         stage_times=times,
     )
     return models, losses, times
 
 
-def _hear(watch: CallWatch, observe: Observer, tasks: bool, phase: str, parts: PhaseParts) -> None:
-    """Follow the parts of a phase, and pass them on."""
+def _record(
+    watch: CallWatch, observe: Observer, tasks: bool, phase: str, parts: PhaseParts
+) -> None:
+    """Record the parts of a phase, and pass them on."""
     watch.follow(parts, tasks=tasks)
     observe(phase, parts)

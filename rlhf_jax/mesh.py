@@ -1,9 +1,10 @@
-"""Say which devices hold what: four mesh axes, and a table from the axes of weights to them.
+"""Define the layout of arrays: four mesh axes, and a table from axes of weights to them.
 
 `data` repeats the weights, `fsdp` splits their width, `tensor` splits heads, feed-forward and
-vocabulary. `slices` generate each on its own, with weights of its own, and split the width as
-`fsdp` does in training; of a pipeline each has some layers, and a part of the rest, and `data` has
-its copies. Rows of a batch lie over slices x data x fsdp; those of a pipeline over data x fsdp.
+vocabulary. `slices` generate independently, each with its own weights, and split the width as
+`fsdp` does in training; in a pipeline each holds some layers, and a part of the rest, and `data` is
+the number of copies. Rows of a batch are split over slices x data x fsdp; those of a pipeline over
+data x fsdp.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ AXIS_TYPES = (AxisType.Auto,) * len(AXES)
 
 _TENSOR = dict.fromkeys("VHGF", "tensor")
 
-# The table: axis of a weight, by its letter in `types.py`, -> mesh axes, by role. What is not named
-# is not split.
+# From the axis of a weight, by its letter in `types.py`, to mesh axes, by role. Unnamed axes are
+# not split.
 ROLES = {
     "training": _TENSOR | {"M": ("slices", "fsdp")},
     "generation": _TENSOR,
@@ -45,7 +46,7 @@ FLOAT32 = np.dtype(np.float32)
 
 
 class OwnSpecs(abc.ABC):
-    """Be a part of a row-first tree that says itself how it lies: by more than its rows."""
+    """Mark a part of a row-first tree that defines its own sharding, beyond its rows."""
 
     @abc.abstractmethod
     def specs(self) -> Any:
@@ -54,29 +55,29 @@ class OwnSpecs(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Say where and how a call runs: on which devices, in which role, by which kernels and dtype.
+    """Define where and how a call runs: devices, role, kernels and dtype.
 
     It is static: hashable, so that a jitted function may take it as a static argument.
     """
 
-    # None: one device, whichever the arguments are on; an abstract one is for planning
+    # None: one device, that of the arguments; an abstract mesh is for planning
     mesh: AnyMesh | None = None
-    # the row of `ROLES` that says how weights are split
+    # the row of `ROLES` that defines how weights are split
     role: str = "training"
     kernels: Kernels = REFERENCE
-    # of the products; sums and log-probs are float32 all the same
+    # of matrix products; sums and log-probs are always float32
     dtype: np.dtype = FLOAT32
     # the kind of decoding's key-value caches, a name in `cache.state.CACHE_KINDS`
     cache: str = "contiguous"
 
     @functools.cached_property
     def slices(self) -> int:
-        """Count the parts of the mesh that generate each on its own."""
+        """Count the parts of the mesh that generate independently."""
         return self.extent("slices")
 
     @functools.cached_property
     def row_shards(self) -> int:
-        """Count the parts that the rows of a batch are split into, in a pipeline on each slice."""
+        """Count the parts into which the rows of a batch are split; in a pipeline, per slice."""
         return self.extent(ROW_AXES[1:] if self.role == "pipelined" else ROW_AXES)
 
     @property
@@ -87,9 +88,10 @@ class Layout:
 
     @property
     def platform(self) -> str:
-        """Return the kind of its devices, "cpu", "gpu" or "tpu"; '' where nobody has said.
+        """Return the platform of its devices, "cpu", "gpu" or "tpu"; '' if unknown.
 
-        They need not be here: what is traced for a layout asks it, and not this process.
+        The devices may be absent: a trace for a layout reads the platform here, not from this
+        process.
         """
         if self.mesh is None:
             return jax.default_backend()
@@ -99,28 +101,28 @@ class Layout:
 
     @property
     def owners(self) -> tuple[int, ...]:
-        """Return the ranks of the processes that its devices belong to, in order."""
+        """Return the ranks of the processes that own its devices, in order."""
         if not isinstance(self.mesh, Mesh):
             return (jax.process_index(),)
         return tuple(sorted({device.process_index for device in self.devices.flat}))
 
     @property
     def is_here(self) -> bool:
-        """Say whether some of its devices belong to this process."""
+        """Return whether some of its devices belong to this process."""
         return jax.process_index() in self.owners
 
     @property
     def is_shared(self) -> bool:
-        """Say whether its devices belong to several processes."""
+        """Return whether its devices belong to several processes."""
         return isinstance(self.mesh, Mesh) and self.mesh.is_multi_process
 
     @property
     def unpipelined(self) -> Layout:
-        """Return the layout of what is trained on all slices together, beside pipelines."""
+        """Return the layout of models trained on all slices together while others are pipelined."""
         return dataclasses.replace(self, role="training") if self.role == "pipelined" else self
 
     def extent(self, axes: str | tuple[str, ...]) -> int:
-        """Return how many parts mesh axes split a dimension into."""
+        """Return the number of parts into which mesh axes split a dimension."""
         if self.mesh is None:
             return 1
         names = (axes,) if isinstance(axes, str) else axes
@@ -143,14 +145,14 @@ class Layout:
         return PartitionSpec(*kept)
 
 
-# Where nothing else is said: the default device, plain jax and float32.
+# The default: the default device, plain jax and float32.
 ONE_DEVICE = Layout()
 
 
 def sizes(data: int, fsdp: int, tensor: int, num_devices: int, slices: int = 1) -> dict[str, int]:
-    """Return mesh sizes by axis, with -1 resolved to the devices that the other axes leave.
+    """Return mesh sizes by axis, with -1 resolved to the remaining devices.
 
-    Raises ValueError where the product is not the number of devices.
+    Raises ValueError if the product is not the number of devices.
     """
     wanted = dict(zip(AXES, (slices, data, fsdp, tensor), strict=True))
     text = ", ".join(f"{name}={size}" for name, size in wanted.items())
@@ -180,9 +182,9 @@ def make_mesh(
 ) -> Mesh:
     """Make a mesh of axes (slices, data, fsdp, tensor) over `devices`; a size of -1: the rest.
 
-    devices: all if None. Processes share the slices evenly: each has slices of its own, or a slice
-    is several processes' own. Raises ValueError where the product of the sizes is not the number of
-    devices, or a TPU's are no box.
+    devices: all if None. Processes share the slices evenly: each process has whole slices, or a
+    slice belongs to several processes. Raises ValueError if the product of the sizes is not the
+    number of devices, or if a TPU's devices do not form a box.
     """
     devices = jax.devices() if devices is None else list(devices)
     shape = tuple(sizes(data, fsdp, tensor, len(devices), slices).values())
@@ -193,31 +195,33 @@ def make_mesh(
     parts = []
     for group in range(slice_groups):
         of_group = ranks[group * group_ranks : (group + 1) * group_ranks]
-        own = [device for device in devices if device.process_index in of_group]
+        group_devices = [device for device in devices if device.process_index in of_group]
         # a TPU's axes may be split: tensor=2 in a slice of 4x4x4 chips takes half of one
         try:
-            torus = mesh_utils.create_device_mesh(group_shape, own, allow_split_physical_axes=True)
+            torus = mesh_utils.create_device_mesh(
+                group_shape, group_devices, allow_split_physical_axes=True
+            )
         except AssertionError as error:
+            ends = f"{group_devices[0].id} to {group_devices[-1].id}"
             raise ValueError(
-                f"TPUs {own[0].id} to {own[-1].id} are no box of their torus, as a program's must"
-                " be; give a call half of the chips, a quarter ... or three quarters of whole"
-                " planes."
+                f"TPUs {ends} are no box of their torus, as a program's must be; give a call half"
+                " of the chips, a quarter ... or three quarters of whole planes."
             ) from error
         parts.append(torus)
     return Mesh(np.concatenate(parts), AXES, axis_types=AXIS_TYPES)
 
 
 def abstract_mesh(shape: dict[str, int], platform: str = "") -> AbstractMesh:
-    """Make a mesh without devices, to plan for a platform: shardings know their shard shapes."""
+    """Make a mesh without devices, to plan for a platform; its shardings have shard shapes."""
     device = AbstractDevice(platform, None, platform) if platform else None
     return AbstractMesh(tuple(shape[name] for name in AXES), AXES, abstract_device=device)
 
 
 def on_slice(tree: T, layout: Layout) -> T:
-    """Return, as arrays on one slice, what it holds of a tree that lies over all slices.
+    """Return the part of a tree over all slices that one slice holds, as arrays on that slice.
 
-    layout: the slice's own. The arrays share their buffers with the tree's. What is repeated over
-    slices is whole; of what is split over them, it is the slice's part. Of shapes it is shapes.
+    layout: the slice's own. The arrays share their buffers with the tree's. Arrays repeated over
+    slices stay whole; of arrays split over them the slice's part is returned. Shapes give shapes.
     """
     devices = set(layout.devices.flat)
 
@@ -240,11 +244,11 @@ def row_shardings(tree: Any, layout: Layout) -> Any:
     """Return a sharding for every leaf of a row-first tree: [B, ...] over slices x data x fsdp.
 
     Scalars are replicated. A dimension that its axes do not divide stays whole. A part that is
-    `OwnSpecs` says itself how its leaves lie.
+    `OwnSpecs` defines the sharding of its leaves.
     """
 
     def shard(part: Any) -> Any:
-        """Return the sharding of one leaf, or of a part that says itself."""
+        """Return the sharding of one leaf, or of a part that defines its own."""
         if isinstance(part, OwnSpecs):
             return jax.tree.map(lambda x, spec: fitted(layout, spec, x.shape), part, part.specs())
         return fitted(layout, row_spec(part.ndim), part.shape)
@@ -253,15 +257,15 @@ def row_shardings(tree: Any, layout: Layout) -> Any:
 
 
 def rows_of_shard(rows: int, row_shards: int) -> int:
-    """Return how many of a micro-batch's rows each row shard has, all alike and at least one.
+    """Return the rows of a micro-batch per row shard, equal for all and at least one.
 
-    What is left over comes with a later micro-batch.
+    The remainder comes with a later micro-batch.
     """
     return max(1, rows // row_shards)
 
 
 def place_rows(tree: Any, layout: Layout) -> Any:
-    """Place a row-first tree [B, ...] on the mesh, or on the default device where there is none.
+    """Place a row-first tree [B, ...] on the mesh, or on the default device without a mesh.
 
     Over the devices of several processes, each places its parts of host arrays that all have alike.
     """
@@ -276,10 +280,10 @@ def place_rows(tree: Any, layout: Layout) -> Any:
 def on_each(
     run: Callable[..., T], layout: Layout, in_specs: Any, out_specs: Any
 ) -> Callable[..., T]:
-    """Return `run` on each device's own part of its arguments.
+    """Return `run` applied to each device's own part of its arguments.
 
-    Unchecked: a kernel says nothing of the axes that its results vary over. What the results do not
-    split must be the same on all devices that have it.
+    Replication is not checked, since a kernel does not declare the axes over which its results
+    vary. Unsplit results must be equal on all devices that hold them.
     """
     return jax.shard_map(
         run, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
@@ -287,9 +291,9 @@ def on_each(
 
 
 def for_all_to_read(layout: Layout) -> NamedSharding:
-    """Return where a number lies that each process reads: on all devices that a layout has.
+    """Return a sharding for numbers that every process reads: all devices of a layout.
 
-    Where these are not of all processes, on all devices there are.
+    If these do not include all processes, it is all devices of the run.
     """
     mesh = layout.mesh
     if len(layout.owners) < jax.process_count():
@@ -299,9 +303,9 @@ def for_all_to_read(layout: Layout) -> NamedSharding:
 
 
 def pin_rows(tree: T, layout: Layout) -> T:
-    """Hold a row-first result [B, ...] to its layout, inside a jitted function.
+    """Constrain a row-first result [B, ...] to its layout, inside a jitted function.
 
-    So the next call finds it as `place_rows` would have laid it. Without a mesh it does nothing.
+    The next call then gets it as `place_rows` would have placed it. Without a mesh it does nothing.
     """
     if layout.mesh is None:
         return tree
@@ -310,12 +314,12 @@ def pin_rows(tree: T, layout: Layout) -> T:
 
 @functools.partial(jax.jit, static_argnames=("layout",))
 def repeat(tree: T, layout: Layout) -> T:
-    """Return a tree that is whole on every device of a mesh."""
+    """Replicate a tree on every device of a mesh."""
     return jax.lax.with_sharding_constraint(tree, named(layout, PartitionSpec()))
 
 
 def bytes_per_device(tree: Any, shardings: Any) -> int:
-    """Return the bytes that the fullest device holds of a tree under `shardings`.
+    """Return the bytes of a tree under `shardings` on the fullest device.
 
     Leaves are arrays or `ShapeDtypeStruct`s.
     """
@@ -338,6 +342,6 @@ def fitted(layout: Layout, spec: tuple, shape: tuple[int, ...]) -> NamedSharding
 
 
 def named(layout: Layout, spec: PartitionSpec) -> NamedSharding:
-    """Return the sharding of a leaf whose dimensions are split as `spec` says."""
+    """Return the sharding of a leaf whose dimensions are split by `spec`."""
     assert layout.mesh is not None, "Only a mesh splits anything."
     return NamedSharding(layout.mesh, spec)

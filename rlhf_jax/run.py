@@ -1,4 +1,4 @@
-"""What stays the same from step to step, and what a step reports."""
+"""The constants of a run, and the report of a step."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from rlhf_jax.types import Model
 
 @dataclasses.dataclass(frozen=True)
 class StepReport:
-    """Hold what there is to tell of a finished step."""
+    """Hold the report of a finished step."""
 
     # by the names of metrics.jsonl
     metrics: dict[str, float]
-    # one row a sample: prompt, response and reward
+    # one row per sample: prompt, response and reward
     samples: list[dict[str, Any]]
-    # what each slice and call did and when, in seconds since the step began
+    # work of each slice and call, in seconds since the step began
     spans: list[Span]
     # one row for each strategy at each number of live rows
     strategies: list[dict[str, Any]]
@@ -40,47 +40,47 @@ class StepReport:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationSettings:
-    """Say how the policy is measured on held-out prompts."""
+    """Hold the settings of the evaluation on held-out prompts."""
 
     prompts: Prompts
     tokenizer: Tokenizer
-    # of noise of its own
+    # with its own noise
     decoding: GenerationConfig
     samples_per_prompt: int
-    # by name; the first one stands in the table of samples
+    # by name; the first one is shown in the table of samples
     measures: Mapping[str, Scorer]
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Hold what stays the same from step to step: source of samples, settings, frozen models."""
+    """Hold the constants of a run: source of samples, settings, frozen models."""
 
     config: Config
     source: SampleSource
     # None: nothing is generated
     generation: GenerationSettings | None
     scoring: ScoringSettings
-    # by role: what is trained on the samples of a step, in the order in which gradients are taken
+    # by role, the trained models, in the order of their gradients
     learners: Mapping[str, Learner]
-    # by role, the models that are not trained: the "reference" that KL is measured from, a
-    # "drafter", and the "student" that is kept current, as it began
+    # by role, the frozen models: the KL "reference", a "drafter", and the initial state of a
+    # "student" that learns during the run
     frozen: Mapping[str, Model]
     # of (KL coefficient, KL of a response, samples): the next coefficient
     next_kl_coefficient: Callable[[float, float, int], float]
-    # where a timeline shows what each call does
+    # lanes of each call in a timeline
     lanes: Lanes = ONE_LANE
-    # None: there is no student, or it stays as it is
+    # None: there is no student, or it is frozen
     distillation: Distillation | None = None
     # None: there are no held-out prompts
     evaluation: EvaluationSettings | None = None
-    # held-out samples that losses are measured on, where samples are given
+    # held-out samples on which losses are measured, if samples are given
     held_out: Sequences | None = None
 
 
 def changes_of_place(state: RunState, run: Run) -> dict[str, float]:
-    """Count the 10^6 bytes that devices receive from others as weights come to other calls.
+    """Return the 10^6 bytes that devices receive when weights move to other calls.
 
-    Say also where the plan is another than that of the step before.
+    It also reports whether the plan differs from the previous step's.
     """
     models = state.models
     moved = {"generation": ("policy", run.generation.layout)} if run.generation else {}

@@ -1,4 +1,4 @@
-"""What stands around the loop of steps: checkpoints, logs, progress, signals, the watchdog."""
+"""The surroundings of the training loop: checkpoints, logs, progress, signals, watchdog."""
 
 from __future__ import annotations
 
@@ -36,93 +36,93 @@ from rlhf_jax.runtime.files import is_remote
 from rlhf_jax.runtime.signals import Stopped, listen_for_signals
 from rlhf_jax.runtime.watchdog import Watchdog
 from rlhf_jax.setup.models import initial_models, source_shapes
-from rlhf_jax.setup.opened import ENDS, Opened, check_alike, identity
 from rlhf_jax.setup.run import make_run
+from rlhf_jax.setup.run_spec import ENDS, RunSpec, check_alike, identity
 from rlhf_jax.setup.settings import initial_host_state, restored_host_state
 from rlhf_jax.state import RunState
 from rlhf_jax.training.learn import NonFiniteStep
 
-# The word under which a signal is published to other processes.
+# The key under which a signal is published to other processes.
 STOP = "stop"
-# Seconds between two looks for a signal that another process was sent.
+# Seconds between two polls for a signal that another process received.
 LOOK_SECONDS = 1.0
-# Phases after the models are used up: in the second one samples of the next step are awaited.
+# Phases after the models are donated; in the second one samples of the next step are awaited.
 UPDATING = ("training", "waiting")
 
 
 class Session:
-    """Keep a run's files and signals while its steps are taken; a context manager.
+    """Manage a run's files and signals during its steps; a context manager.
 
-    Whatever ends the loop, the last state that is whole is saved: `restore`, `start`, `log` and
-    `save` are told of each.
+    However the loop ends, the last valid state is saved: `restore`, `start`, `log` and `save`
+    receive each state.
     """
 
-    def __init__(self, opened: Opened, callbacks: Sequence[Callback] = ()):
-        self.opened = opened
-        self.ends = False  # whether a callback wants the run to end, or its config
-        condition = opened.config.stop_at
+    def __init__(self, spec: RunSpec, callbacks: Sequence[Callback] = ()):
+        self.spec = spec
+        self.ends = False  # whether a callback or the config ends the run
+        condition = spec.config.stop_at
         self._stop_at = StopAt(condition) if condition else None
         self._callbacks = [*callbacks, *filter(None, [self._stop_at])]
         self._stack = contextlib.ExitStack()
         self._state: RunState | None = None
         self._sender: Sender | None = None
         self._counts = GenerationCounts()
-        self._finished = 0  # samples of the phase
-        self.programs = Programs()  # that compile beside the run
+        self._finished = 0  # finished samples of the phase
+        self.programs = Programs()  # compiled in the background
         self._clock = PhaseClock("starting")
         self._phase_start = 0.0
         self._evaluations = 0
         self._looked = 0.0
         self._profile = contextlib.ExitStack()
-        # another process decides what is next on the slice that both share
-        generation = opened.layouts.get("generation")
+        # another process decides the next work on the slice that both share
+        generation = spec.layouts.get("generation")
         self._follows = generation is not None and not slice_group_of(generation).leads
 
     def __enter__(self) -> Session:
-        opened = self.opened
+        spec = self.spec
         with contextlib.ExitStack() as stack:
             self._stop = stack.enter_context(listen_for_signals())
             stack.enter_context(self._clock)
-            check_alike(opened)
-            self._checkpoints = stack.enter_context(_checkpoints_of(opened))
+            check_alike(spec)
+            self._checkpoints = stack.enter_context(_checkpoints_of(spec))
             self._stack = stack.pop_all()
         return self
 
     def restore(self) -> RunState | None:
-        """Return the state of the last checkpoint; None where there is none."""
-        found = self._checkpoints.restore(initial_models(self.opened, source_shapes))
-        if found is None:
+        """Return the state of the last checkpoint; None if there is none."""
+        state = self._checkpoints.restore(initial_models(self.spec, source_shapes))
+        if state is None:
             return None
         if distributed.leads():
-            said = f"Going on from step {found.step}, saved in"
-            if found.step >= self.opened.config.steps:
-                said = f"All steps are done: raise steps to go on from {found.step}, saved in"
-            place = f"{self.opened.config.workdir}/checkpoints"
-            print(f"{said} {place}; another workdir starts anew.\n")
-        host = restored_host_state(self.opened, found.step, found.host)
-        return RunState(found.state, host)
+            message = f"Resuming from step {state.step}, saved in"
+            if state.step >= self.spec.config.steps:
+                message = f"All steps are done: raise steps to resume from {state.step}, saved in"
+            place = f"{self.spec.config.workdir}/checkpoints"
+            print(f"{message} {place}; another workdir starts a new run.\n")
+        host = restored_host_state(self.spec, state.step, state.host)
+        return RunState(state.state, host)
 
     def begin(self) -> RunState:
         """Load the state before the first step."""
-        models = initial_models(self.opened)
-        return RunState(models, initial_host_state(self.opened))
+        models = initial_models(self.spec)
+        return RunState(models, initial_host_state(self.spec))
 
     def start(self, state: RunState) -> Run:
-        """Open the files of the run, show its progress, and load what else it needs."""
-        config = self.opened.config
+        """Open the files of the run, show its progress, and load the rest of the run."""
+        config = self.spec.config
         leads = distributed.leads()
         about = {"title": algorithm_of(config).title_of(config), "code": own_code(config)}
-        opened = functools.partial(
+        spec = functools.partial(
             metrics.open_run,
-            self.opened.workdir,
+            self.spec.workdir,
             config.to_json_best_effort(),
             state.step,
             json.dumps(about | {"environment": environment()}),
         )
-        self._writer = distributed.run_on_all(lambda: opened() if leads else None)
+        self._writer = distributed.run_on_all(lambda: spec() if leads else None)
         self._stack.callback(self._writer.close if self._writer else lambda: None)
         if stop_at := self._stop_at:
-            self.ends = distributed.run_on_leader(lambda: stop_at.was_met(self.opened.workdir))
+            self.ends = distributed.run_on_leader(lambda: stop_at.was_met(self.spec.workdir))
         shown = Console(quiet=not leads)
         progress = console.Progress(config.steps, state.step, shown, self._compiling)
         self._progress = self._stack.enter_context(progress)
@@ -132,27 +132,27 @@ class Session:
             print(f"rank {distributed.rank()}: {line}", file=sys.stderr, flush=True)
 
         say = self._progress.say if self._writer else say_by_rank
-        stacks = self.opened.workdir / f"standstill-{distributed.rank()}.txt"
+        stacks = self.spec.workdir / f"standstill-{distributed.rank()}.txt"
         seconds = config.watchdog_seconds
         watchdog = Watchdog(seconds, say, program=self._clock.program, stacks=stacks)
         self._watchdog = self._stack.enter_context(watchdog)
         if config.sinks and leads:
             self._sender = Sender(
                 config.sinks,
-                self.opened.workdir,
+                self.spec.workdir,
                 flat(config),
-                metrics.read_rows(self.opened.workdir, "evaluations", "metrics", "samples"),
+                metrics.read_rows(self.spec.workdir, "evaluations", "metrics", "samples"),
                 self._progress.say,
             )
             self._stack.push(self._end_sinks)
-        run = make_run(self.opened, self._stack, self._alive, self.programs, state.host.remat)
+        run = make_run(self.spec, self._stack, self._alive, self.programs, state.host.remat)
         self._lanes = run.lanes.names
         self._state = state
         self._stack.push(self._save_at_end)
         return run
 
     def wait_for_programs(self, phase: str) -> None:
-        """Wait for the programs that a phase needs, and show how many are left."""
+        """Wait for the programs of a phase, and show the number left."""
 
         def show() -> None:
             self._beat("compiling")
@@ -163,9 +163,9 @@ class Session:
         self._clock.held_up += time.perf_counter() - began
 
     def observe(self, phase: str, report: RoundReport | PhaseParts | None) -> None:
-        """Hear that a phase begins or goes on, of its parts, or of a round; stop where asked to.
+        """Record the progress of a phase; stop after a signal.
 
-        It also stops where a save has failed, as soon as that is known. An update that has begun is
+        It also stops as soon as a save is known to have failed. An update that has begun is
         finished.
         """
         if isinstance(report, PhaseParts):
@@ -175,11 +175,11 @@ class Session:
         if phase not in UPDATING:
             if report is not None:
                 self._listen(may_stop=not self._follows)
-            else:  # all processes come here in step, and stop where any was asked to
-                signals = distributed.gather_results(self._asked)
-                asked = next((number for number in signals if number is not None), None)
-                if asked is not None:  # one that comes meanwhile waits: it is never unset
-                    self._stop.signal = asked
+            else:  # all processes synchronise here, and stop if any received a signal
+                signals = distributed.gather_results(self._pending_signal)
+                signal = next((number for number in signals if number is not None), None)
+                if signal is not None:  # a signal that arrives meanwhile waits: it is never unset
+                    self._stop.signal = signal
                     self._stop.check()
         self.wait_for_programs(phase)
         self._beat(phase)
@@ -203,11 +203,11 @@ class Session:
     @contextlib.contextmanager
     def profiled(self, step: int) -> Iterator[None]:
         """Write a profile of the steps that the config names, for xprof or TensorBoard."""
-        self._clock.take_held_up()  # by what was before the step
-        asked = self.opened.config.profile
-        first, last = map(int, asked.split(":")) if asked else (0, -1)
+        self._clock.take_held_up()  # time from before the step
+        steps = self.spec.config.profile
+        first, last = map(int, steps.split(":")) if steps else (0, -1)
         if step == first <= last:
-            jax.profiler.start_trace(str(self.opened.workdir / "profile"))
+            jax.profiler.start_trace(str(self.spec.workdir / "profile"))
             self._profile = self._stack.enter_context(contextlib.ExitStack())
             self._profile.callback(jax.profiler.stop_trace)
         with jax.profiler.StepTraceAnnotation("step", step_num=step):
@@ -216,7 +216,7 @@ class Session:
             self._profile.close()
 
     def log(self, report: StepReport, state: RunState, seconds: float) -> None:
-        """Write a step of so many seconds down, show it, and save the state every so often."""
+        """Log a step and its duration in seconds, show it, and save the state if due."""
         self._state = state
         self._beat("writing")
         step = state.step - 1
@@ -227,40 +227,40 @@ class Session:
         def write() -> None:
             if self._writer is None:  # the leader has the files
                 return
-            trace.write(self.opened.workdir, step, report.spans, self._lanes)
+            trace.write(self.spec.workdir, step, report.spans, self._lanes)
             self._writer.write(report.metrics)
             self._writer.write_rows("samples", step, report.samples)
             self._writer.write_rows("strategies", step, report.strategies)
             if self._sender:
                 self._sender.add(step, report.metrics, samples=report.samples)
-                kept = self.opened.config.checkpoint.every
+                kept = self.spec.config.checkpoint.every
                 self._sender.send(self._checkpoints.on_disk() if kept else state.step)
 
         distributed.run_on_all(write)
         compiling = self._clock.take_held_up()
-        self._progress.finish(report.metrics, compiling, self._seconds_beside(state.step))
+        self._progress.finish(report.metrics, compiling, self._other_seconds(state.step))
         if skipped := report.metrics.get("training/skipped"):
             self._progress.say(f"{skipped:.0f} minibatches skipped: a number was not finite")
-        self._tell(lambda one: one.after_step(step, report.metrics))
-        every = self.opened.config.checkpoint.every
+        self._call_back(lambda one: one.after_step(step, report.metrics))
+        every = self.spec.config.checkpoint.every
         if every and state.step % every == 0:
             self.save(state)
 
     def seconds(self) -> list[PhaseSeconds]:
-        """Return where the seconds since the beginning went, the longest phase first."""
+        """Return the seconds by phase since the beginning, the longest phase first."""
         return self._clock.seconds()
 
-    def _seconds_beside(self, step: int) -> float:
-        """Return the seconds that the evaluations will take that come after so many steps."""
-        every = self.opened.config.evaluation.every
+    def _other_seconds(self, step: int) -> float:
+        """Return the predicted seconds of the evaluations that remain after a step."""
+        every = self.spec.config.evaluation.every
         if not self._evaluations:
             return 0.0
         spent = {phase.phase: phase.seconds - phase.compiling for phase in self._clock.seconds()}
-        later = -(-self.opened.config.steps // every) - -(-step // every) + 1
+        later = -(-self.spec.config.steps // every) - -(-step // every) + 1
         return later * spent.get("evaluation", 0.0) / self._evaluations
 
     def log_evaluation(self, report: EvaluationReport, step: int) -> None:
-        """Write an evaluation down."""
+        """Log an evaluation."""
         self._evaluations += 1
 
         def write() -> None:
@@ -271,21 +271,21 @@ class Session:
                 self._sender.add(step, report.means, held_out=report.samples)
 
         distributed.run_on_all(write)
-        self._tell(lambda one: one.after_evaluation(step, report.means))
+        self._call_back(lambda one: one.after_evaluation(step, report.means))
 
-    def _tell(self, hear: Callable[[Callback], bool | None]) -> None:
-        """Have each callback hear something; all processes learn whether one wants the end."""
+    def _call_back(self, call: Callable[[Callback], bool | None]) -> None:
+        """Call each callback; all processes learn whether one ends the run."""
         if not self._callbacks:
             return
         ended = self.ends
-        self.ends |= distributed.run_on_leader(lambda: any([*map(hear, self._callbacks)]))
+        self.ends |= distributed.run_on_leader(lambda: any([*map(call, self._callbacks)]))
         if self.ends and not ended:
-            self._progress.say(f"It ends here: {self.opened.config.stop_at or 'by a callback'}.")
+            self._progress.say(f"It ends here: {self.spec.config.stop_at or 'by a callback'}.")
 
     def save(self, state: RunState) -> bool:
-        """Save all that the next step depends on, behind the run; say whether that is wanted."""
+        """Save all that the next step depends on, in the background; return whether to."""
         self._beat("saving")
-        if not (self.opened.config.checkpoint.every and state.step):
+        if not (self.spec.config.checkpoint.every and state.step):
             return False
         distributed.run_on_all(lambda: self._writer and self._writer.sync())
         self._checkpoints.save(state.step, state.models, state.host.document())
@@ -296,36 +296,36 @@ class Session:
         self._stack.__exit__(*raised)
 
     def _end_sinks(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Send the rest where the run is over; else a run that goes on will."""
+        """Send the remaining records if the run is over; otherwise its resumption will."""
         assert self._sender is not None
         if error is None:
             self._sender.send(math.inf)
         self._sender.close()
 
     def _save_at_end(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Save the last whole state, whatever ends the loop, and say so on the error."""
+        """Save the last valid state when the loop ends, and add a note about it to the error."""
         state = self._state
         if state is None or not isinstance(error, Exception) or isinstance(error, Unsaved):
             return
         if isinstance(error, Stopped):
             saved = self.save(state)
             note = "nothing is saved, the run began or keeps none"
-            error.add_note("the same command goes on from there" if saved else note)
+            error.add_note("the same command resumes from there" if saved else note)
             return
 
-        told = error
+        raised = error
         if isinstance(error, NonFiniteStep):
-            kept = keep_batch(self.opened.workdir, state.step, error.batch)
+            kept = keep_batch(self.spec.workdir, state.step, error.batch)
             reason = str(error).rstrip(".")
-            told = ValueError(f"Step {state.step}: {reason}; {kept}, checkpoints are as they were.")
+            raised = ValueError(f"Step {state.step}: {reason}; {kept}, checkpoints are unchanged.")
         whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.models))
-        if whole and distributed.all_here("a failed step"):  # no update began, and used it up
+        if whole and distributed.all_here("a failed step"):  # no update has begun and donated it
             try:
                 self.save(state)
             except OSError as failure:
-                told.add_note(str(failure))
-        if told is not error:
-            raise told from error
+                raised.add_note(str(failure))
+        if raised is not error:
+            raise raised from error
 
     def _beat(self, phase: str) -> None:
         """Note that a phase is alive."""
@@ -333,25 +333,25 @@ class Session:
         self._watchdog.beat(phase)
 
     def _compiling(self) -> str:
-        """Name the program that compiles now and say how many are left, '' where none does."""
+        """Name the program that compiles now and the number left; '' if none does."""
         name = self._clock.program()
         left = self.programs.left
         return f"{name}, {left} programs left" if name and left > 1 else name
 
     def _alive(self) -> None:
-        """Note that the phase goes on, waiting for rewards; stop where asked to."""
+        """Note that the phase goes on, waiting for rewards; stop after a signal."""
         self._listen(may_stop=True)
         self._beat(self._clock.phase)
 
-    def _asked(self) -> int | None:
-        """Return the signal that this process was sent; raise Unsaved where a save has failed."""
+    def _pending_signal(self) -> int | None:
+        """Return the signal that this process received; raise Unsaved if a save has failed."""
         self._checkpoints.check()
         return self._stop.signal
 
     def _listen(self, may_stop: bool) -> None:
-        """Stop where this process was asked to, or hears that another was.
+        """Stop if this process or another received a signal.
 
-        What it works on alone ends early.
+        Its unfinished work is abandoned.
         """
         if not distributed.started():
             self._checkpoints.check()
@@ -366,34 +366,34 @@ class Session:
             self._stop.check()
 
 
-def preview(opened: Opened) -> str:
-    """Make the checks with which a session begins and restores, and say what a run would do.
+def preview(spec: RunSpec) -> str:
+    """Run the checks of a session's start and restoration, and describe what a run would do.
 
-    Nothing is written. What lies behind a URL is not looked at.
+    Nothing is written. Remote workdirs are not read.
     """
-    check_alike(opened)
-    workdir = opened.config.workdir
+    check_alike(spec)
+    workdir = spec.config.workdir
     if is_remote(workdir):
-        return f"what lies behind {workdir} was not looked at"
-    template = initial_models(opened, source_shapes)
-    step = distributed.run_on_leader(lambda: _checkpoints_of(opened).preview(template))
+        return f"the content of {workdir} was not read"
+    template = initial_models(spec, source_shapes)
+    step = distributed.run_on_leader(lambda: _checkpoints_of(spec).preview(template))
     if not step:
         return f"a run would begin in {workdir}"
-    distributed.run_on_leader(lambda: metrics.check(opened.workdir))
-    return f"a run would go on from step {step} in {workdir}"
+    distributed.run_on_leader(lambda: metrics.check(spec.workdir))
+    return f"a run would resume from step {step} in {workdir}"
 
 
-def _checkpoints_of(opened: Opened) -> Checkpoints:
+def _checkpoints_of(spec: RunSpec) -> Checkpoints:
     """Return the checkpoints of a run, not yet entered."""
-    asked = opened.config.checkpoint
-    changeable = {*binding_settings(opened.config), ENDS}
-    if opened.config.deterministic:  # another plan sums in another order
+    settings = spec.config.checkpoint
+    changeable = {*binding_settings(spec.config), ENDS}
+    if spec.config.deterministic:  # another plan sums in another order
         changeable.remove("plan")
     return Checkpoints(
-        opened.workdir / "checkpoints",
-        asked.keep,
-        identity(opened),
+        spec.workdir / "checkpoints",
+        settings.keep,
+        identity(spec),
         changeable,
-        asked.allow_changes,
+        settings.allow_changes,
         read_identity=earlier.identity,
     )

@@ -1,4 +1,4 @@
-"""What a run carries from step to step: what is trained, and what the host remembers."""
+"""The state of a run from step to step: the trained models, and the host state."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from rlhf_jax.monitoring.parts import PhaseParts
 from rlhf_jax.placement.pipelined import StageTimes
 from rlhf_jax.types import Models
 
-# What the lengths of earlier responses weigh once the policy has moved, as a factor.
+# The factor on the weight of earlier response lengths after each policy update.
 KEPT_LENGTHS = 0.5
 
-# Beyond all ids that a run of an earlier version used, whose checkpoints do not say.
+# Beyond all ids used by runs of an earlier version, whose checkpoints do not record them.
 UNUSED_ID = 1 << 31
 
-# of (phase, the round that arrived in it, or None where the phase begins or goes on)
+# of (phase, the finished round, or None if the phase begins or goes on)
 Observer = Callable[[str, RoundReport | PhaseParts | None], None]
 
 
 def ignore(phase: str, report: RoundReport | PhaseParts | None) -> None:
-    """Observe nothing."""
+    """Ignore the event."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutStats:
-    """Hold what the roll-outs of a stage leave beside their samples."""
+    """Hold the results of a stage's roll-outs besides their samples."""
 
     counts: GenerationCounts
-    # as the next stage begins with it; None where the strategy is fixed
+    # for the start of the next stage; None if the strategy is fixed
     selector: Selector | None
 
 
@@ -46,25 +46,25 @@ def lengths_by_prompt(samples: Sequence[Sample]) -> list[PromptLengths]:
     by_request: dict[int, list[Sample]] = {}
     for sample in samples:
         by_request.setdefault(sample.request.id, []).append(sample)
-    found = []
+    lengths = []
     for own in by_request.values():
         request = own[0].request
         tokens = np.array([len(sample.tokens) for sample in own])
         earlier = np.array([len(text) for text in request.history])
         limit = request.max_new_tokens
-        found.append(PromptLengths(earlier, tokens, tokens < limit, limit))
-    return found
+        lengths.append(PromptLengths(earlier, tokens, tokens < limit, limit))
+    return lengths
 
 
 @dataclasses.dataclass(frozen=True)
 class SpeculationState:
-    """Hold what roll-outs of one kind, training's or evaluation's, leave for later ones."""
+    """Hold the state that roll-outs of training or of evaluation leave for later ones."""
 
     history: History
     selector: Selector | None = None
     # of all roll-outs so far
     counts: GenerationCounts = dataclasses.field(default_factory=GenerationCounts)
-    # how long responses are
+    # the model of response lengths
     lengths: LengthForecasts = dataclasses.field(default_factory=LengthForecasts)
 
     def after(self, samples: Sequence[Sample], stats: RolloutStats) -> SpeculationState:
@@ -78,11 +78,11 @@ class SpeculationState:
 
     @property
     def strategies(self) -> list[dict[str, Any]]:
-        """Return what the last stage did, a row for each strategy at each number of live rows."""
+        """Return the statistics of the last stage, a row per strategy and number of live rows."""
         return self.selector.last_stage if self.selector else []
 
     def document(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: JSON values and numpy arrays."""
+        """Return the content of a checkpoint: JSON values and numpy arrays."""
         kept = {
             "history": self.history.state(),
             "tally": dataclasses.asdict(self.counts),
@@ -91,7 +91,7 @@ class SpeculationState:
         return kept | ({"selector": self.selector.state()} if self.selector else {})
 
     def restored(self, document: dict[str, Any]) -> SpeculationState:
-        """Return the state that `document` was made of; a selector that is new begins anew."""
+        """Return the state restored from `document`; a new selector starts fresh."""
         self.history.restore(document["history"])
         if self.selector and "selector" in document:
             self.selector.restore(document["selector"])
@@ -102,20 +102,20 @@ class SpeculationState:
 
 @dataclasses.dataclass(frozen=True)
 class GenerationState:
-    """Hold what generation leaves for later, of training's roll-outs and of evaluation's."""
+    """Hold the state that generation leaves for later, for training and for evaluation."""
 
     training: SpeculationState
     evaluation: SpeculationState
-    # of the next sample: beyond all that were used
+    # the next sample's id: beyond all used ones
     next_id: int = 0
-    # of an evaluation since the last step: remembered with the next step, as a run that is
-    # resumed before it evaluates again
+    # of an evaluation since the last step; applied with the next step, so that a run that is
+    # resumed in between evaluates again
     evaluated: tuple[Sequence[Sample], RolloutStats] | None = None
-    # what the next step trains on, where that is drawn ahead
+    # the prefetched samples of the next step, if any
     ahead: SamplesAhead | None = None
 
     def selectors(self) -> list[Selector]:
-        """Return those that choose strategies: none where the strategy is fixed."""
+        """Return the selectors of strategies: none if the strategy is fixed."""
         return [kind.selector for kind in (self.training, self.evaluation) if kind.selector]
 
     def with_selectors(self, selectors: Sequence[Selector]) -> GenerationState:
@@ -144,7 +144,7 @@ class GenerationState:
         )
 
     def document(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: JSON values and numpy arrays."""
+        """Return the content of a checkpoint: JSON values and numpy arrays."""
         return {
             "drafting": self.training.document(),
             "evaluation": self.evaluation.document(),
@@ -152,7 +152,7 @@ class GenerationState:
         } | ({"ahead": self.ahead.document()} if self.ahead else {})
 
     def restored(self, document: dict[str, Any]) -> GenerationState:
-        """Return the state that `document` was made of, but for samples that were drawn ahead."""
+        """Return the state restored from `document`, without prefetched samples."""
         return GenerationState(
             training=self.training.restored(document["drafting"]),
             evaluation=self.evaluation.restored(document["evaluation"]),
@@ -162,35 +162,35 @@ class GenerationState:
 
 @dataclasses.dataclass(frozen=True)
 class HostState:
-    """Hold what the host remembers: with the models that are trained, all of a run."""
+    """Hold the host state: with the trained models, the whole state of a run."""
 
-    # updates that were made
+    # the number of updates
     step: int
     # in the order of the prompts, as `Batches.state` gives it
     position: dict[str, int]
-    # None where nothing is generated
+    # None if nothing is generated
     generation: GenerationState | None
-    # the KL coefficient that the config asks for, and what it is now
+    # the configured KL coefficient, and its current value
     kl_start: float
     kl_coefficient: float
-    # minibatches that were skipped, the last ones, as a number was not finite
+    # consecutive minibatches that were skipped for a non-finite value
     skipped: int = 0
     # updates of the policy when the drafter last learned from it
     distilled_at: int = 0
-    # whether the backward pass computes layers again, and the devices that this was chosen for:
-    # none where the config says it
+    # whether the backward pass recomputes layers, and the devices this was chosen for: none if the
+    # config sets it
     remat: bool = True
     remat_devices: str = ""
-    # the plan of calls, and whether the step before had another one
+    # the plan of calls, and whether the previous step had another one
     plan: str | None = None
     plan_changed: bool = False
-    # by call, what stages of pipelines take, as this process has measured it; not kept
+    # by call, times of pipeline stages as measured by this process; not saved
     stage_times: Mapping[str, StageTimes] | None = None
 
     def after_draw(
         self, position: dict[str, int], generation: GenerationState | None = None
     ) -> HostState:
-        """Return the state after samples were drawn, from which nothing is learned yet."""
+        """Return the state after samples were drawn, before anything is learned from them."""
         return dataclasses.replace(
             self, position=position, generation=generation, plan_changed=False
         )
@@ -213,7 +213,7 @@ class HostState:
         )
 
     def document(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: JSON values and numpy arrays."""
+        """Return the content of a checkpoint: JSON values and numpy arrays."""
         return {
             "batches": self.position,
             "kl_start": self.kl_start,
@@ -226,10 +226,10 @@ class HostState:
         } | (self.generation.document() if self.generation else {})
 
     def restored(self, step: int, document: dict[str, Any]) -> HostState:
-        """Return the state after so many updates that `document` was made of.
+        """Return the state after a number of updates, restored from `document`.
 
-        A KL coefficient that the config has changed since begins anew. What was chosen for the same
-        devices stays, so that rounding does.
+        A KL coefficient that was changed in the config starts fresh. Choices made for the same
+        devices are kept, so that rounding does not change.
         """
         as_before = document["kl_start"] == self.kl_start
         chosen = self.remat_devices and document.get("remat_devices") == self.remat_devices
@@ -249,18 +249,18 @@ class HostState:
 
 
 def remembered(host: HostState) -> GenerationState:
-    """Return what generation left, where something is generated."""
+    """Return the state of generation, which must exist."""
     assert host.generation is not None, "Something is generated."
     return host.generation
 
 
 class RunState(NamedTuple):
-    """Hold all of a run that changes: what devices hold and what the host remembers."""
+    """Hold the whole changing state of a run: on devices and on the host."""
 
     models: Models
     host: HostState
 
     @property
     def step(self) -> int:
-        """Count the updates that were made."""
+        """Return the number of updates."""
         return self.host.step

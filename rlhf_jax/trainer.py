@@ -38,8 +38,8 @@ from rlhf_jax.runtime.mirror import folder_of, mirrored
 from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.session import Session, preview
 from rlhf_jax.setup.describe import print_setup
-from rlhf_jax.setup.opened import Opened, date_of_run
-from rlhf_jax.setup.opened import prepare as prepare_run
+from rlhf_jax.setup.run_spec import RunSpec, date_of_run
+from rlhf_jax.setup.run_spec import prepare as prepare_run
 from rlhf_jax.state import RunState, remembered
 from rlhf_jax.training.learn import compile_update
 from rlhf_jax.training.prepare import prepare
@@ -47,12 +47,12 @@ from rlhf_jax.types import Model, ModelConfigs, Models
 
 
 class Result(NamedTuple):
-    """Hold what a run leaves."""
+    """Hold the results of a run."""
 
     state: RunState
-    metrics: list[dict[str, float]]  # a step each, as metrics.jsonl has them
+    metrics: list[dict[str, float]]  # one per step, as in metrics.jsonl
     workdir: pathlib.Path
-    warnings: list[str]  # what should worry who reads it, the gravest first, as in the report
+    warnings: list[str]  # the warnings of the report, the gravest first
 
 
 def train(
@@ -63,13 +63,13 @@ def train(
     callbacks: Sequence[Callback] = (),
     reward_id: str = "",
 ) -> Result:
-    """Do the run that a config describes; mistakes are found before any weight is loaded.
+    """Run the training that a config describes; mistakes are found before any weight is loaded.
 
-    `reward` is a function as a config may name, in place of those; it runs in a thread of this
-    process, and a call that takes too long fails, its thread left to itself. A run that goes on
-    wants the same function, by its source and the plain values of its closure, or by `reward_id`.
-    `prompts` are texts, or rows as of a prompt file; they are kept in the workdir. Raises
-    ValueError, OSError or what the runtime raises; Stopped where a signal asked for it.
+    `reward` is a function that replaces those of the config; it runs in a thread of this process,
+    and a call that takes too long fails, its thread abandoned. A resumed run needs the same
+    function, by its source and the plain values of its closure, or by `reward_id`. `prompts` are
+    texts, or rows as in a prompt file; they are kept in the workdir. Raises ValueError, OSError or
+    errors of the runtime; Stopped after a signal.
     """
     from rlhf_jax.report.run import read_run
     from rlhf_jax.report.warnings import warnings
@@ -79,17 +79,17 @@ def train(
     config = copy.deepcopy(config)
     if reward is not None:
         config.reward.functions = (callers.offer(reward, reward_id),)
-    state, opened = do_run(config, callbacks, prompts)
-    told = distributed.run_on_leader(lambda: warnings(read_run(opened.workdir)))
-    return Result(state, metrics.read_rows(opened.workdir, "metrics"), opened.workdir, told)
+    state, spec = do_run(config, callbacks, prompts)
+    warning_lines = distributed.run_on_leader(lambda: warnings(read_run(spec.workdir)))
+    return Result(state, metrics.read_rows(spec.workdir, "metrics"), spec.workdir, warning_lines)
 
 
 def do_run(
     config: Config,
     callbacks: Sequence[Callback] = (),
     prompts: Sequence[str | dict[str, Any]] | None = None,
-) -> tuple[RunState, Opened]:
-    """Do the run from its beginning, or from its last checkpoint, to its end.
+) -> tuple[RunState, RunSpec]:
+    """Run from the beginning or from the last checkpoint to the end.
 
     prompts: as in `train`.
     """
@@ -97,8 +97,8 @@ def do_run(
     with mirrored(config.workdir):
         if prompts is not None:
             config.data.train = str(_keep_prompts(config, prompts))
-        opened = _open(config)
-        with Session(opened, callbacks) as session:
+        spec = _open(config)
+        with Session(spec, callbacks) as session:
             state = session.restore() or session.begin()
             run = session.start(state)
             if state.step < config.steps:
@@ -113,57 +113,56 @@ def do_run(
                 session.log(report, state, time.perf_counter() - began)
             session.save(state)
             state = measure_if_due(state, run, session, last=True)
-        export(state, run, opened)
+        export(state, run, spec)
     distributed.run_on_leader(lambda: console.where_time_went(session.seconds()))
-    return state, opened
+    return state, spec
 
 
 def plan(config: Config) -> None:
-    """Check all that a run checks before it begins, print what it would use, and stop.
+    """Run all checks that precede a run, print the resources it would use, and stop.
 
-    Nothing is written. Where devices or weights lack, the plan is made from shapes alone, and says
-    so.
+    Nothing is written. If devices or weights are missing, the plan is computed from shapes alone.
     """
     from rlhf_jax.planner.describe import print_plan
-    from rlhf_jax.planner.planned import hardware_of, lacking, plan_run
+    from rlhf_jax.planner.planned import hardware_of, missing_inputs, plan_run
 
     config = copy.deepcopy(config)
     configure_jax(config.deterministic, config.compilation_cache)
-    if lacks := lacking(config):
-        print(f"A plan from shapes alone, as {lacks}.")
+    if lacks := missing_inputs(config):
+        print(f"A plan computed from shapes alone, as {lacks}.")
         planned = plan_run(config, hardware_of(config))
         print_plan(config, planned)
         on_cpu = planned.hardware.platform == "cpu"
-        # of other devices nobody knows how many a host has
+        # the devices per host of absent hardware are unknown
         host.check(config, [(on_cpu * planned.hardware.count, planned.parts)], 0, on_cpu)
         if planned.hardware.gigabytes and not on_cpu:
             memory_parts.check(planned.parts, planned.hardware.gigabytes * memory_parts.GIGA)
-        print("Only the memory was checked, which a run checks with all else; nothing was written.")
+        print("Only the memory was checked, as at the start of a run; nothing was written.")
         return
-    opened = _open(config)
-    found = preview(opened)
+    spec = _open(config)
+    outcome = preview(spec)
     if distributed.leads():
         checked = "config, models, prompts, rewards, devices, memory and workdir"
-        print(f"Checked as a run would be: {checked}; {found}, and nothing was written.")
+        print(f"Checked as a run would be: {checked}; {outcome}, and nothing was written.")
 
 
-def _open(config: Config) -> Opened:
-    """Open and check all that a config names, on the day that its run has, and print it."""
+def _open(config: Config) -> RunSpec:
+    """Open, check and print all that a config names, on the day of its run."""
     config.data.date = distributed.run_on_leader(lambda: date_of_run(config))
-    opened = distributed.run_on_all(lambda: prepare_run(config))
-    parts = list(opened.layouts.values())
-    layout = training_layout(opened.layouts)
+    spec = distributed.run_on_all(lambda: prepare_run(config))
+    parts = list(spec.layouts.values())
+    layout = training_layout(spec.layouts)
     if layout.role == "pipelined":
         copies = layout.split("data")
         parts += [stage for copy in copies for stage in copy.split()]
     if any(len(part.owners) < distributed.count() for part in parts):
         distributed.divide()
-    distributed.run_on_all(lambda: print_setup(opened))
-    return opened
+    distributed.run_on_all(lambda: print_setup(spec))
+    return spec
 
 
 def _keep_prompts(config: Config, prompts: Sequence[str | dict[str, Any]]) -> pathlib.Path:
-    """Write prompts to a file in the workdir, so that the run can be gone on with without them."""
+    """Write prompts to a file in the workdir, so that the run can be resumed without them."""
     rows = [{config.data.prompt_key: row} if isinstance(row, str) else row for row in prompts]
     path = folder_of(config.workdir) / "prompts.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -179,9 +178,9 @@ def _keep_prompts(config: Config, prompts: Sequence[str | dict[str, Any]]) -> pa
 
 
 def compile_ahead(state: RunState, run: Run, session: Session) -> RunState:
-    """Have a step's programs compiled, and wait for those of generation.
+    """Compile the programs of a step, and wait for those of generation.
 
-    Selectors begin with what XLA says that rounds cost.
+    Selectors start with XLA's estimates of the cost of rounds.
     """
     longest = run.source.longest(state.host)
     settings = run.generation
@@ -214,13 +213,13 @@ def compile_ahead(state: RunState, run: Run, session: Session) -> RunState:
 
 
 def compile_step(state: RunState, run: Run, longest: Sequences, session: Session) -> None:
-    """Have inference and training of samples compiled that are as long as they may be.
+    """Compile inference and training for samples of the largest size.
 
     Nothing is run but the advantages. Shorter samples may need programs of other sizes.
     """
     if not run.learners:  # a student's programs are small
         return
-    # Weights that go elsewhere stay where they are: only shapes do.
+    # Weights that move to other devices stay in place: only shapes move.
     models: Models = shapes(state.models)
     scorers = shapes(run.scoring.models_of(models, run.frozen))
     score_longest = functools.partial(score, longest, scorers, run.scoring)
@@ -235,67 +234,67 @@ def compile_step(state: RunState, run: Run, longest: Sequences, session: Session
 
 
 def measure_if_due(state: RunState, run: Run, session: Session, last: bool = False) -> RunState:
-    """Evaluate every so many steps, and after the last one."""
+    """Evaluate if due: every `eval.every` steps, and after the last one."""
     due = last or state.step % max(1, run.config.evaluation.every) == 0
 
     def stands() -> bool:  # by this process, or by one that took the last step
-        rows = metrics.read_rows(session.opened.workdir, "evaluations")
+        rows = metrics.read_rows(session.spec.workdir, "evaluations")
         return bool(rows) and rows[-1]["step"] == state.step
 
-    asked = run.evaluation or run.held_out
-    if asked is None or not due or (last and distributed.run_on_leader(stands)):
+    evaluation = run.evaluation or run.held_out
+    if evaluation is None or not due or (last and distributed.run_on_leader(stands)):
         return state
-    best = _best_so_far(run, session.opened)
+    best = _best_so_far(run, session.spec)
     state, report = evaluate(state, run, session.observe)
     session.log_evaluation(report, state.step)
     measured = report.means.get(run.config.checkpoint.best, -math.inf)
     if state.step and measured > best:
-        write_model(session.opened, "best", state.models["policy"].weights)
+        write_model(session.spec, "best", state.models["policy"].weights)
     return state
 
 
-def _best_so_far(run: Run, opened: Opened) -> float:
-    """Return the highest value of the measure whose best policy is kept; -inf without any."""
+def _best_so_far(run: Run, spec: RunSpec) -> float:
+    """Return the highest value so far of the measure whose best policy is kept; -inf if none."""
     key = run.config.checkpoint.best
 
     def find() -> float:
-        rows = metrics.read_rows(opened.workdir, "evaluations") if key else []
+        rows = metrics.read_rows(spec.workdir, "evaluations") if key else []
         return max((row[key] for row in rows if key in row), default=-math.inf)
 
     return distributed.run_on_leader(find)
 
 
-def write_model(opened: Opened, name: str, model: Model) -> None:
-    """Write a model into a folder of the workdir, as Hugging Face's."""
+def write_model(spec: RunSpec, name: str, model: Model) -> None:
+    """Write a model into a folder of the workdir, in Hugging Face format."""
     whole = to_host.to_leader(model) if distributed.started() else model
-    source = opened.critic if model.config.scalar_head else opened.policy
+    source = spec.critic if model.config.scalar_head else spec.policy
     save = functools.partial(
         huggingface.save,
-        opened.workdir / name,
+        spec.workdir / name,
         whole,
-        opened.policy.tokenizer,
-        opened.policy.stop_tokens,
+        spec.policy.tokenizer,
+        spec.policy.stop_tokens,
         jnp.float32,
         source.repeated,
     )
     distributed.run_on_leader(save)
 
 
-def print_measures(opened: Opened) -> None:
+def print_measures(spec: RunSpec) -> None:
     """Print what a model is worth that was only measured, and write the report."""
     from rlhf_jax.report.page import write_report
 
-    place = write_report(opened.workdir)
-    means = metrics.read_rows(opened.workdir, "evaluations")[-1]
+    place = write_report(spec.workdir)
+    means = metrics.read_rows(spec.workdir, "evaluations")[-1]
     rows = [(key, [f"{means[key]:.4g}"]) for key in means if metrics.is_measure(key)]
-    console.table(["held out", opened.config.model.path], rows)
+    console.table(["held out", spec.config.model.path], rows)
     print(f"The samples are in {place}.")
 
 
-def export(state: RunState, run: Run, opened: Opened) -> None:
-    """Write what was trained as folders, and say what has changed."""
+def export(state: RunState, run: Run, spec: RunSpec) -> None:
+    """Write the trained models as folders, and print a summary of the run."""
     if not run.config.steps:  # nothing was trained
-        distributed.run_on_leader(lambda: print_measures(opened))
+        distributed.run_on_leader(lambda: print_measures(spec))
         return
     # A critic beside a policy that learns has done its work; else critics are what a run is for.
     roles = ["policy"] if "policy" in run.learners else run.learners
@@ -304,17 +303,17 @@ def export(state: RunState, run: Run, opened: Opened) -> None:
         policy = state.models["policy"].weights
         trained["drafter"] = completed(state.models["drafter"].weights, policy)
     for name, model in trained.items():
-        write_model(opened, name, model)
+        write_model(spec, name, model)
 
     def print_summary() -> None:
         from rlhf_jax.report.page import write_report
         from rlhf_jax.report.run import read_run
         from rlhf_jax.report.warnings import warnings
 
-        write_report(opened.workdir)
-        if opened.held_out:
-            console.compare(*metrics.before_and_after(opened.workdir))
-        console.warn(warnings(read_run(opened.workdir)))
+        write_report(spec.workdir)
+        if spec.held_out:
+            console.compare(*metrics.before_and_after(spec.workdir))
+        console.warn(warnings(read_run(spec.workdir)))
         workdir = run.config.workdir.rstrip("/")
         folders = [f"the trained {name} is in {workdir}/{name}" for name in trained]
         print(f"T{' and '.join(folders)[1:]}, and what happened in {workdir}/report.html.")

@@ -1,8 +1,7 @@
 """Every pytree that crosses a stage boundary, and the shape letters.
 
-B rows, P prompt, T token slots, N draft nodes, K tree depth, V vocabulary, L layers, H heads,
-G key-value heads, D head dim, M width, F feed-forward width, W window slots, Q query tokens.
-
+B rows, P prompt, T token slots, N draft nodes, K tree depth, V vocabulary, L layers, H heads, G
+key-value heads, D head dim, M width, F feed-forward width, W window slots, Q query tokens.
 """
 
 from __future__ import annotations
@@ -18,25 +17,25 @@ from flax import struct
 
 from rlhf_jax.runtime.shards import counted_up
 
-# An array lies on the device or, of numpy, on the host. In a template of a tree a shape or a
-# sharding stands in its place.
+# An array on the device or, as numpy, on the host. A template of a tree has shapes or shardings in
+# its place.
 Array = jax.Array | np.ndarray
 # One transformer block: its weights by their name in the family's table, arrays or other kinds of
-# `model.weight`. Of stacked layers every leaf has a leading L.
+# `model.weight`. In stacked layers every leaf has a leading L.
 Layer = dict[str, Any]
 
 T = TypeVar("T")
 
 
 def hash_once(cls: type[T]) -> type[T]:
-    """Let objects of a frozen dataclass compute their hash once: they are keys in every round."""
+    """Cache the hash of a frozen dataclass, since such objects are keys in every round."""
     compute = cls.__hash__
 
     def __hash__(self) -> int:
-        found = self.__dict__.get("_hash")
-        if found is None:
-            found = self.__dict__["_hash"] = compute(self)
-        return found
+        cached = self.__dict__.get("_hash")
+        if cached is None:
+            cached = self.__dict__["_hash"] = compute(self)
+        return cached
 
     cls.__hash__ = __hash__
     return cls
@@ -44,7 +43,7 @@ def hash_once(cls: type[T]) -> type[T]:
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Describe how rotary frequencies are scaled: as Llama 3 does, or all divided by `factor`."""
+    """Describe the scaling of rotary frequencies: Llama 3's, or a division by `factor`."""
 
     kind: str  # "llama3" or "linear".
     factor: float
@@ -69,8 +68,8 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
-    tied: bool = False  # Whether the head is the embedding, transposed.
-    # Whether there is one output instead of the vocabulary's many, as in a critic or reward model,
+    tied: bool = False  # Whether the head is the transposed embedding.
+    # Whether the head has one output instead of the vocabulary's, as in a critic or reward model,
     # whose head is never tied.
     scalar_head: bool = False
 
@@ -87,18 +86,18 @@ class ModelConfigs(NamedTuple):
 
     policy: ModelConfig
     drafter: ModelConfig | None = None
-    # by role: what their scalar heads are put on, a reward model or a language model's trunk
+    # by role, the base of their scalar heads: a reward model or a language model's trunk
     critics: Mapping[str, ModelConfig] = {}
     rewards: tuple[ModelConfig, ...] = ()
     reference: ModelConfig | None = None  # None: a copy of the policy
 
     @property
     def trunks(self) -> dict[str, ModelConfig]:
-        """Return the shapes of the models that may be trained, by role, as they are opened."""
+        """Return the shapes of the models that may be trained, by role, as stored."""
         return {"policy": self.policy, **self.critics}
 
     def of(self, call: str) -> tuple[ModelConfig, ...]:
-        """Return the shapes of the models that a call scores with or trains; of rewards several.
+        """Return the shapes of the models that a call scores with or trains.
 
         Each critic has a scalar head of its own.
         """
@@ -121,7 +120,7 @@ class Model:
     """Hold the weights of a policy, reference, critic, reward or draft model.
 
     `layers` is one stacked `Layer` (scanned: training, scoring) or a tuple of them (unrolled:
-    decoding). `head` is [M, V] for a language model, [M, 1] for a scalar head, None when tied. A
+    decoding). `head` is [M, V] for a language model, [M, 1] for a scalar head, None if tied. A
     student, which borrows embedding and head of the policy, has None for both.
     """
 
@@ -135,16 +134,16 @@ class Model:
 @hash_once
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """Describe a drafting strategy: the tree of drafts, who drafts, and how many are verified.
+    """Describe a drafting strategy: the tree of drafts, the drafter, and the number verified.
 
     `parents[i]` is the parent of draft i: -1 is the last committed token, 0 the first draft, so
-    `()` is plain decoding, `(-1, 0, 1)` a chain of three and `(-1, -1, 0, 0)` a tree. Drafts stand
-    in level order. Of a packed chain, which all rows draft, each row verifies as many nodes as its
-    drafts promise to gain: `packed` nodes on average, roots included.
+    `()` is plain decoding, `(-1, 0, 1)` a chain of three and `(-1, -1, 0, 0)` a tree. Drafts are in
+    level order. All rows draft a packed chain, but each row verifies only as many nodes as its
+    drafts are expected to gain: `packed` nodes on average, roots included.
     """
 
     parents: tuple[int, ...] = ()
-    drafter: str = "none"  # by its name in the registry; "none" of plain decoding
+    drafter: str = "none"  # by its name in the registry; "none" for plain decoding
     packed: int = 0  # Nodes that a row verifies on average; 0: every node of every row.
 
 
@@ -157,17 +156,17 @@ class Tree:
 
     parents: Array  # [B, N+1] int32, the index of the parent node; 0 at the root and at padding.
     depth: Array  # [B, N+1] int32, 0 at the root, -1 at padding.
-    ancestors: Array  # [B, N+1, N+1] bool: [b, i, j] says whether j is i or above i.
+    ancestors: Array  # [B, N+1, N+1] bool: [b, i, j] is whether j is i or an ancestor of i.
 
 
 @struct.dataclass
 class Emission:
-    """Hold what one round gave to each row, in path order."""
+    """Hold the output of one round for each row, in path order."""
 
     tokens: Array  # [B, K+1] int32
     logprobs: Array  # [B, K+1] float32, under the distribution that was sampled from.
-    support: Array | None  # [B, K+1, top_k] int32, the sampled sets under top-k.
-    count: Array  # [B] int32, how many entries are real; 0 for a row that was done.
+    top_k_ids: Array | None  # [B, K+1, top_k] int32, the sampled sets under top-k.
+    count: Array  # [B] int32, the number of valid entries; 0 for a row that was done.
     accepted: Array  # [B] int32, how many drafted tokens were accepted.
     path: Array  # [B, N+1] int32, the node at each depth of the accepted path; the last repeats.
     done: Array  # [B] bool, whether the sample has ended after this round.
@@ -178,13 +177,13 @@ class Trained:
     """Hold a model that is trained."""
 
     weights: Model  # The master weights, in float32, layers stacked.
-    moments: optax.OptState | None  # of its optimizer; None: it stays as it is
-    version: Array  # [] int32, the updates that it has been through
+    moments: optax.OptState | None  # of its optimizer; None: it is frozen
+    version: Array  # [] int32, the number of its updates
 
     def counted(self) -> Trained:
         """Return the model after one more update."""
         return dataclasses.replace(self, version=counted_up(self.version))
 
 
-# What is trained, by role: "policy", "drafter", or a critic's, "critic" or an algorithm's own.
+# Trained models by role: "policy", "drafter", "critic", or an algorithm's own.
 Models = dict[str, Trained]

@@ -28,7 +28,7 @@ from rlhf_jax.generation.strategy.prior import work
 from rlhf_jax.types import ModelConfig
 
 # Random text repeats nothing: of the first chain hardly a draft is accepted, of the second, which
-# replays the text, nearly all are. They bound what drafts can lose and gain.
+# replays the text, nearly all are. They bound the loss and the gain of drafts.
 STRATEGIES = ("plain", "lookup-chain-4", "replay-chain-4")
 
 
@@ -50,7 +50,7 @@ def time_contenders(sizes: Sizes, name: str, how: str) -> dict[str, Any]:
     # the first run is the text that is replayed, and compiles plain rounds
     case = with_earlier(case, run(fixed(case, tree.PLAIN)))
     contenders = {name: fixed(case, tree.parse(name)) for name in STRATEGIES}
-    selector = new_selector(case, lengths=[0])  # no tree joins, which would be a program more
+    selector = new_selector(case, lengths=[0])  # no tree is added, which would be another program
     for contender in contenders.values():
         run(contender)
     for _ in range(2):  # the first compiles, which the selector takes for slow rounds

@@ -1,4 +1,4 @@
-"""Part f: what replayable draws, rejection and deterministic operations cost."""
+"""Part f: the costs of replayable draws, rejection and deterministic operations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.gpu.step import OURS
 from rlhf_jax.generation.speculative.sampling import draw
 
 NODES = (1, 9)
-CALLS = 10  # in a row, so that what starts a call does not count
+CALLS = 10  # in a row, so that the start of a call does not count
 REPEATS = 5
 STRATEGIES = ("plain", "lookup-chain-4")
 
@@ -100,7 +100,8 @@ def time_acceptance(sizes: Sizes, name: str) -> dict[str, Any]:
 
 
 def time_deterministic(sizes: Sizes, name: str) -> dict[str, Any]:
-    """Time forward and backward passes with sums in one order, which XLA is told at its start."""
+    """Time forward and backward passes with sums in one order, an option that XLA reads at its
+    start."""
     config = sizes.models[name]
     ours = OURS | {
         "rows": sizes.microbatch_rows,

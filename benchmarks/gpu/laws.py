@@ -44,9 +44,9 @@ def cases(sizes: Sizes, ledger: Ledger) -> Iterator[Case]:
 
 
 def held(figures: dict[str, Any], kernel: str) -> bool | None:
-    """Tell whether a kernel followed its law in a case; None where no kernel ran.
+    """Return whether a kernel followed its law in a case; None if no kernel ran.
 
-    A test that failed and names other kernels in its own name is nothing to this one.
+    A failed test whose name mentions other kernels does not count.
     """
     if "tests" not in figures:
         return figures.get("within")
@@ -58,9 +58,9 @@ def held(figures: dict[str, Any], kernel: str) -> bool | None:
 
 
 def run_tests(file: str, marks: str) -> dict[str, Any]:
-    """Run the tests of a file that have these marks, in a process of its own; count the outcomes.
+    """Run the tests of a file with these marks in a separate process; count the outcomes.
 
-    Raises RuntimeError where pytest could not run them.
+    Raises RuntimeError if pytest could not run them.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
@@ -99,9 +99,9 @@ def counted(report: xml.Element) -> dict[str, Any]:
 
 
 def cause(trace: str) -> str:
-    """Return the line of a failed test's trace that says most: pytest's last that names an error.
+    """Return the most informative line of a failed test's trace: pytest's last that names an error.
 
-    The first one is seldom it: XLA's own errors say that a callback or a kernel failed.
+    The first one seldom is: XLA's own errors only report that a callback or a kernel failed.
     """
     lines = [line[1:].strip() for line in trace.splitlines() if line.startswith("E ")]
     named = [line for line in lines if "Error: " in line]
@@ -112,8 +112,8 @@ def at_real_shape(kernel: str, name: str, sizes: Sizes) -> dict[str, Any]:
     """Compare a kernel, and its reference, with the reference in float32, row by row.
 
     The reference's own error is the yardstick: it rounds to the same dtype. Gradients of log-probs
-    are compared too, and held to a bound by the tests alone. Where the platform has no such kernel
-    there is the reference alone, and `why`.
+    are compared too, and only the tests bound them. If the platform has no such kernel there is
+    only the reference, and `why`.
     """
     dtype = compute_dtype()
     shape = SHAPES[name]
@@ -136,7 +136,7 @@ def at_real_shape(kernel: str, name: str, sizes: Sizes) -> dict[str, Any]:
 
 
 def within(kernel: Mapping[str, float], reference: Mapping[str, float]) -> bool:
-    """Tell whether a kernel's errors are within the tests' bound, or twice the reference's.
+    """Return whether a kernel's errors are within the tests' bound, or twice the reference's.
 
     At real widths the logits of random weights are so large that a reference, too, rounds the
     entropy of a token to more than the tests' bound.
@@ -154,7 +154,7 @@ def exact(problem: kernels.Problem) -> kernels.Problem:
 
 
 def outputs(function: Callable, problem: kernels.Problem) -> list[jax.Array]:
-    """Return what a function gives, leaf by leaf, in float32."""
+    """Return the outputs of a function, leaf by leaf, in float32."""
     run = jax.jit(functools.partial(function, **problem.options))
     return [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(run(*problem.inputs))]
 

@@ -43,7 +43,7 @@ class Ledger:
 
     @classmethod
     def open(cls, path: Path, *, tiny: bool) -> Ledger:
-        """Read a file, or begin one; ValueError where its figures are of the other sizes."""
+        """Read a file, or begin one; ValueError if its figures are of the other sizes."""
         if not path.exists():
             return cls(path, {"tiny": tiny, "device": "", "jax": "", "starts": 0, "parts": {}})
         document = json.loads(path.read_text())
@@ -58,7 +58,7 @@ class Ledger:
         self.write()
 
     def use_device(self) -> None:
-        """Note this process's device and jax; ValueError where figures are there of others."""
+        """Note this process's device and jax; ValueError if figures are there of others."""
         here = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
         done = any(part["done"] for part in self.document["parts"].values())
         held = {name: self.document[name] for name in here}
@@ -70,7 +70,7 @@ class Ledger:
         self.document |= here
 
     def stamp(self) -> dict[str, str]:
-        """Return the device, the version of jax and the date that figures are of."""
+        """Return the device, the version of jax and the date of figures."""
         where = {name: self.document[name] for name in ("device", "jax")}
         return where | {"date": datetime.date.today().isoformat()}
 
@@ -112,8 +112,8 @@ class Ledger:
     def fail(self, part: str, case: str, sentence: str) -> None:
         """Keep why a case has no figures."""
         record = self.part(part)
-        told = {"error": sentence[:LONGEST_SENTENCE], "start": self.document["starts"]}
-        record["failed"][case] = told | self.stamp()
+        failure = {"error": sentence[:LONGEST_SENTENCE], "start": self.document["starts"]}
+        record["failed"][case] = failure | self.stamp()
         record["running"] = None
         self.write()
 
@@ -129,10 +129,10 @@ class Ledger:
 
 
 def measure(part: str, cases: Sequence[Case], ledger: Ledger, seconds: float) -> bool:
-    """Measure the cases of a part, and begin none after so many seconds.
+    """Measure the cases of a part, and begin none after a time limit.
 
-    Returns whether one failed and others wait: whoever called goes on in another process, as an
-    error of CUDA's stays with its own.
+    Returns whether one failed and others wait: the caller continues in another process, as an error
+    of CUDA persists in its own.
     """
     ends = time.monotonic() + seconds
     waiting = ledger.waiting(part, cases)

@@ -32,7 +32,7 @@ def cases(sizes: Sizes, ledger: Ledger) -> Iterator[Case]:
 def measure_chip(path: Path, model: ModelConfig) -> dict[str, Any]:
     """Measure the chip, and write the file that `rlhf-jax plan --chip` reads.
 
-    model: whose calls say which shares of the chip's figures are reached.
+    model: the one whose calls give the reached shares of the chip's figures.
     """
     document = measure(jax.devices()[:1], model)
     write_atomically(path, json.dumps(document, indent=1).encode())

@@ -1,4 +1,4 @@
-"""Set the sizes that each part measures, and make its models and layouts on one device."""
+"""Set the sizes of each part, and make its models and layouts on one device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NO_STOP = (-2,)
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Hold the size of what a part generates or trains on."""
+    """Hold the size of a part's samples."""
 
     samples: int
     prompt_tokens: int
@@ -47,7 +47,7 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Hold what each part measures."""
+    """Hold the sizes of each part."""
 
     models: Mapping[str, ModelConfig]
     compared: tuple[str, ...]  # models whose texts are compared
@@ -128,7 +128,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def compute_dtype() -> jnp.dtype:
-    """Return what models compute with here: bfloat16, but on a CPU."""
+    """Return the compute dtype here: bfloat16, except on a CPU."""
     return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
 
 

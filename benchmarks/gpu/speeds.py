@@ -36,7 +36,7 @@ def cases(sizes: Sizes, ledger: Ledger) -> Iterator[Case]:
 
 
 def time_kernel(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Time one case of benchmarks/kernels.py; RuntimeError where it does not fit the device."""
+    """Time one case of benchmarks/kernels.py; RuntimeError if it does not fit the device."""
     options = {"--dtype": compute_dtype().name, **options}
     line = [str(word) for pair in options.items() for word in pair]
     (figures,) = kernels.measure(kernels.arguments(line))
@@ -46,10 +46,10 @@ def time_kernel(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_table(ledger: Ledger, path: Path) -> list[str]:
-    """Write the package's table with what the cases measured; return a line for each kernel.
+    """Write the package's table from the measured cases; return a line for each kernel.
 
-    A kernel has a place only where its laws held in part a: all that were tried, of tests and of
-    real shapes. One that is in the table already loses its place where a law did not hold.
+    A kernel has a place only if its laws held in part a: all that were tried, of tests and of real
+    shapes. One that is in the table already loses its place if a law did not hold.
     """
     table = dict(measured.table())
     lines = []
@@ -72,7 +72,7 @@ def write_table(ledger: Ledger, path: Path) -> list[str]:
 
 
 def held_laws(kernel: str, ledger: Ledger) -> dict[str, bool | None]:
-    """Tell of each case of part laws that is about a kernel whether it held; None: nothing ran."""
+    """Return for each case of part laws about a kernel whether it held; None: nothing ran."""
     record = ledger.part("laws")
     beginnings = (f"{kernel}: ", "all: ")
     found = {case: laws.held(figures, kernel) for case, figures in record["done"].items()}
@@ -81,7 +81,7 @@ def held_laws(kernel: str, ledger: Ledger) -> dict[str, bool | None]:
 
 
 def _summary(kernel: str, ledger: Ledger) -> measured.Measurement | None:
-    """Return the measurement of a kernel, where enough cases were timed."""
+    """Return the measurement of a kernel, if enough cases were timed."""
     done = ledger.part("speeds")["done"].values()
     rows = [figures for figures in done if figures["kernel"] == kernel and figures["ratio"]]
     if not rows:

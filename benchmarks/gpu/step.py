@@ -68,7 +68,7 @@ class Clock:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """Hold what stays the same from step to step."""
+    """Hold the constants of the steps."""
 
     sizes: Sizes
     generation: Layout
@@ -117,7 +117,7 @@ def take_step(
         results.append(weights)
     with clock.phase("generation"):
         batch = roll_out(weights, loop, number)
-    del weights  # else both copies would be there during the update
+    del weights  # otherwise both copies would exist during the update
     rewards = (batch.tokens % 2 * batch.mask).mean(1).astype(np.float32)
     with clock.phase("scoring"):
         reference_logprobs = score_sequences(
@@ -168,7 +168,7 @@ def flops_shares(
     """Return the shares of the device's FLOPs that scoring and update reach.
 
     By the project's formulas, nothing counted twice that is computed again; each sample's prompt is
-    counted, although packing computes that of a group once. None where the peak is not known.
+    counted, although packing computes that of a group once. None if the peak is not known.
     """
     peaks = kernels.peaks_of(jax.devices()[0].device_kind)
     if peaks is None:

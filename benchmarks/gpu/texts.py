@@ -77,8 +77,8 @@ def compare_texts(
     drawn = as_sequences(ours.samples, sizes.texts.slots)
     # as training computes them anew, which is what a run records of each step
     again = score_sequences(model, drawn, rows=sizes.microbatch_rows, layout=layout)
-    told = mismatch(drawn.columns["sampled_logprobs"], again, drawn.mask)
-    return differences(ours, text) | told | {"no_kernels": why}
+    mismatches = mismatch(drawn.columns["sampled_logprobs"], again, drawn.mask)
+    return differences(ours, text) | mismatches | {"no_kernels": why}
 
 
 def differences(ours: Run, plain: Run) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What both workers of tunix read: a Llama folder's configuration, which tunix itself does not."""
+"""Read a Llama folder's configuration for both workers of tunix, which does not do so itself."""
 
 import json
 from pathlib import Path

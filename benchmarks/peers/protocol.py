@@ -1,6 +1,6 @@
-"""How compare.py speaks with a worker: one JSON line in, one JSON line out. Standard library only.
+"""The protocol between compare.py and a worker: one JSON line in, one JSON line out.
 
-A worker says `{"versions", "threads"}` once it is loaded, then, to each
+Standard library only. A worker sends `{"versions", "threads"}` once it is loaded, then, for each
 `{"prompts": [[id, ...], ...], "new_tokens": n, "seed": s}`, `{"seconds", "tokens"}`.
 """
 
@@ -27,7 +27,7 @@ def serve(packages: tuple[str, ...], threads: int, generate: Generate) -> None:
 
     The time is from prompt ids on the host to new ids on the host: prefill is inside, text is not.
     """
-    # what a library prints must not be taken for an answer
+    # library output must not be taken for an answer
     answers = sys.stdout
     sys.stdout = sys.stderr
     versions = {name: version(name) for name in packages} | {"python": sys.version.split()[0]}
@@ -51,5 +51,5 @@ def _check(samples: list[list[int]], command: dict) -> None:
     lengths = [len(sample) for sample in samples]
     if lengths != [new_tokens] * rows:
         raise ValueError(
-            f"{rows} samples of {new_tokens} tokens were asked for, and {lengths} came."
+            f"{rows} samples of {new_tokens} tokens were requested, and {lengths} came."
         )

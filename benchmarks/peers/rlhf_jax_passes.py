@@ -18,14 +18,14 @@ from rlhf_jax.models.files.huggingface_config import read_config
 from rlhf_jax.models.transformer import cast, init
 from rlhf_jax.runtime.compilation import configure_jax
 
-asked = json.loads(Path(sys.argv[1]).read_text())
-configure_jax(asked["deterministic"], asked["programs"])
+options = json.loads(Path(sys.argv[1]).read_text())
+configure_jax(options["deterministic"], options["programs"])
 turns = Turns(("jax", "jaxlib"))
-config = read_config(Path(asked["model"]))
-layout = dataclasses.replace(layouts(config)[0][asked["kernels"]], role="training")
+config = read_config(Path(options["model"]))
+layout = dataclasses.replace(layouts(config)[0][options["kernels"]], role="training")
 model = jax.jit(init, static_argnums=(1,))(jax.random.key(0), config)
 tokens = jax.random.randint(
-    jax.random.key(1), (asked["rows"], asked["tokens"]), 0, config.vocab_size, jnp.int32
+    jax.random.key(1), (options["rows"], options["tokens"]), 0, config.vocab_size, jnp.int32
 )
 
 
@@ -42,7 +42,7 @@ def passes(model, tokens, remat):
 
 while True:
     turns.begin()
-    loss, gradient = jax.block_until_ready(passes(model, tokens, remat=asked["remat"]))
+    loss, gradient = jax.block_until_ready(passes(model, tokens, remat=options["remat"]))
     del gradient
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     turns.note(loss=float(loss), peak_device_bytes=peak)

@@ -10,14 +10,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from turns import Turns
 
-asked = json.loads(Path(sys.argv[1]).read_text())
+options = json.loads(Path(sys.argv[1]).read_text())
 turns = Turns(("torch", "transformers"))
 on_gpu = torch.cuda.is_available()
 device = torch.device("cuda" if on_gpu else "cpu")
 torch.manual_seed(0)
-config = AutoConfig.from_pretrained(asked["model"])
+config = AutoConfig.from_pretrained(options["model"])
 model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float().to(device)
-size = (asked["rows"], asked["tokens"])
+size = (options["rows"], options["tokens"])
 tokens = torch.randint(config.vocab_size, size, device=device)
 while True:
     turns.begin()

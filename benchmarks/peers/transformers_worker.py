@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 torch.set_num_threads(cores())
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
-# A folder's own generation config may name stop tokens and truncation; top_k is 50 where nothing is
-# said.
+# A folder's own generation config may name stop tokens and truncation; top_k is 50 by default.
 model.generation_config = GenerationConfig(
     do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0
 )

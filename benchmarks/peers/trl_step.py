@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from turns import Turns
 
-asked = json.loads(Path(sys.argv[1]).read_text())
+options = json.loads(Path(sys.argv[1]).read_text())
 turns = Turns(("trl", "transformers", "torch"))
 
 
 class Timed(TrainerCallback):
-    """Each step is asked for."""
+    """Take each step on request."""
 
     def on_step_begin(self, args, state, control, **_):
         turns.begin()
@@ -26,9 +26,9 @@ def vowels(completions, completion_ids, **_):
     return [float(sum(c in "aeiou" for c in text)) for text in completions]
 
 
-prompts = [json.loads(line) for line in Path(asked["prompts"]).read_text().splitlines()]
-samples = asked["prompts_per_step"] * asked["samples"]
-rows = samples if asked["whole"] else min(8, samples)  # 8 is its default
+prompts = [json.loads(line) for line in Path(options["prompts"]).read_text().splitlines()]
+samples = options["prompts_per_step"] * options["samples"]
+rows = samples if options["whole"] else min(8, samples)  # 8 is its default
 config = GRPOConfig(
     output_dir=str(Path(sys.argv[1]).parent / "trl"),
     max_steps=1000,
@@ -37,21 +37,21 @@ config = GRPOConfig(
     save_strategy="no",
     logging_strategy="no",
     report_to=[],
-    learning_rate=asked["learning_rate"],
+    learning_rate=options["learning_rate"],
     lr_scheduler_type="constant",
-    beta=asked["kl"],
+    beta=options["kl"],
     per_device_train_batch_size=rows,
     gradient_accumulation_steps=samples // rows,
-    gradient_checkpointing=asked["checkpointed"],
-    num_generations=asked["samples"],
-    max_completion_length=asked["new_tokens"],
+    gradient_checkpointing=options["checkpointed"],
+    num_generations=options["samples"],
+    max_completion_length=options["new_tokens"],
 )
 trainer = GRPOTrainer(
-    model=AutoModelForCausalLM.from_pretrained(asked["model"], dtype=torch.float32),
+    model=AutoModelForCausalLM.from_pretrained(options["model"], dtype=torch.float32),
     reward_funcs=vowels,
     args=config,
     train_dataset=Dataset.from_list([{"prompt": row["rendered"]} for row in prompts]),
-    processing_class=AutoTokenizer.from_pretrained(asked["model"]),
+    processing_class=AutoTokenizer.from_pretrained(options["model"]),
     callbacks=[Timed()],
 )
 trainer.train()

@@ -21,14 +21,14 @@ from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from turns import Turns
 
-asked = json.loads(Path(sys.argv[1]).read_text())
+options = json.loads(Path(sys.argv[1]).read_text())
 turns = Turns(("google-tunix", "jax", "jaxlib", "flax"))
 mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(1, 1), ("fsdp", "tp"))
-folder = asked["model"]
-ppo = asked["algorithm"] == "ppo"
+folder = options["model"]
+ppo = options["algorithm"] == "ppo"
 
 
-# Its PPO tells models the segments of packed rows, of which its Llama knows nothing.
+# Its PPO passes the segments of packed rows to models, which its Llama does not support.
 call = Llama3.__call__
 Llama3.__call__ = lambda self, *arguments, segment_ids=None, **options: call(
     self, *arguments, **options
@@ -41,7 +41,7 @@ def load() -> Llama3:
 
 
 def critic() -> Llama3:
-    """A model with a head of one output; of a model with a tied head tunix makes none."""
+    """A model with a head of one output; tunix makes none of a model with a tied head."""
     model = load()
     width = model.config.embed_dim
     model.config = dataclasses.replace(model.config, weight_tying=False)
@@ -50,15 +50,15 @@ def critic() -> Llama3:
 
 
 def prompts():
-    """Each batch is asked for, once the update before it has ended."""
-    rows = [json.loads(line) for line in Path(asked["prompts"]).read_text().splitlines()]
+    """Yield each batch on request, once the update before it has ended."""
+    rows = [json.loads(line) for line in Path(options["prompts"]).read_text().splitlines()]
     texts = iter([row["rendered"] for row in rows] * 1000)
-    while batch := list(islice(texts, asked["prompts_per_step"])):
+    while batch := list(islice(texts, options["prompts_per_step"])):
         trainers = [cluster.actor_trainer, *([cluster.critic_trainer] if ppo else [])]
         jax.block_until_ready([nnx.state(trainer.model) for trainer in trainers])
         turns.begin()
-        # of samples of a prompt its PPO knows nothing
-        yield {"prompts": np.repeat(batch, asked["samples"] if ppo else 1)}
+        # its PPO does not support several samples of a prompt
+        yield {"prompts": np.repeat(batch, options["samples"] if ppo else 1)}
 
 
 def vowels(prompts, completions, **_):
@@ -70,28 +70,28 @@ tokenizer = AutoTokenizer.from_pretrained(folder)
 cluster = RLCluster(
     actor=load(),
     critic=critic() if ppo else None,
-    reference=load() if asked["kl"] else None,
+    reference=load() if options["kl"] else None,
     tokenizer=tokenizer,
     cluster_config=ClusterConfig(
         role_to_mesh=dict.fromkeys(Role, mesh),
         training_config=RLTrainingConfig(
-            actor_optimizer=optax.adamw(asked["learning_rate"]),
-            critic_optimizer=optax.adamw(asked["learning_rate"]) if ppo else None,
+            actor_optimizer=optax.adamw(options["learning_rate"]),
+            critic_optimizer=optax.adamw(options["learning_rate"]) if ppo else None,
             eval_every_n_steps=10_000,
             max_steps=1000,
         ),
         rollout_config=RolloutConfig(
-            max_tokens_to_generate=asked["new_tokens"],
-            max_prompt_length=asked["prompt_tokens"],
-            kv_cache_size=asked["prompt_tokens"] + asked["new_tokens"],
+            max_tokens_to_generate=options["new_tokens"],
+            max_prompt_length=options["prompt_tokens"],
+            kv_cache_size=options["prompt_tokens"] + options["new_tokens"],
             temperature=1.0,
-            eos_tokens=[asked["stop"]],
+            eos_tokens=[options["stop"]],
         ),
     ),
 )
 if ppo:
-    learner = PPOLearner(cluster, PPOConfig(beta=asked["kl"]), reward_fns=vowels)
+    learner = PPOLearner(cluster, PPOConfig(beta=options["kl"]), reward_fns=vowels)
 else:
-    settings = GRPOConfig(num_generations=asked["samples"], beta=asked["kl"])
+    settings = GRPOConfig(num_generations=options["samples"], beta=options["kl"])
     learner = GRPOLearner(cluster, settings, reward_fns=vowels)
 learner.train(prompts())

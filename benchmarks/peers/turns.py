@@ -1,6 +1,7 @@
-"""How step.py speaks with a worker: a line in asks for one RL step, a JSON line out is its cost.
+"""The protocol between step.py and a worker: a line in requests one RL step, a JSON line out has
+its cost.
 
-Standard library only. A worker says `{"versions"}` once it stands before its first step.
+Standard library only. A worker sends `{"versions"}` once it is before its first step.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from pathlib import Path
 
 
 class Turns:
-    """Stand around the steps of a training loop: wait before each, answer after it."""
+    """Wrap the steps of a training loop: wait before each, answer after it."""
 
     def __init__(self, packages: tuple[str, ...]):
-        """Keep stdout for answers: what a library prints must not be taken for one."""
+        """Reserve stdout for answers: library output must not be taken for one."""
         self.answers = sys.stdout
         sys.stdout = sys.stderr
         self.versions = {name: version(name) for name in packages}
@@ -27,7 +28,7 @@ class Turns:
         self.began: tuple[float, float] | None = None
 
     def begin(self) -> None:
-        """Answer with the step before, if there was one; wait for the next to be asked for."""
+        """Answer with the step before, if there was one; wait for the next request."""
         if self.began is None:
             self._answer(versions=self.versions)
         else:

@@ -22,11 +22,11 @@ from pallas_kernels.arrays import Cache, check_ranks
 def commit(
     cache: Cache, window: Cache, path: Array, start: Array, *, interpret: bool = False
 ) -> Cache:
-    """Compute `reference.commit`, equal to the bit, for heads of a multiple of 64.
+    """Compute `reference.commit`, bit for bit, for heads of a multiple of 64.
 
-    It is done in place where the cache is donated. A thread block serves one layer, row and group.
-    It moves a key's D numbers from column to column, a value's from row to row, and touches no
-    other slot. Raises ValueError for other heads. `interpret` needs jax 0.12.
+    It works in place if the cache is donated. A thread block serves one layer, row and group. It
+    moves a key's D numbers from column to column, a value's from row to row, and touches no other
+    slot. Raises ValueError for other heads. `interpret` needs jax 0.12.
     """
     check_ranks([path, start, *jax.tree.leaves((cache, window))], [2, 1] + [4] * (4 * len(cache)))
     (rows, groups, dim, slots) = cache[0][0].shape
@@ -36,7 +36,7 @@ def commit(
             f"A head dim of {dim} does not fit the kernel's tiles; it serves multiples of"
             f" {hopper.WARPGROUP_ROWS}."
         )
-    # As `dynamic_update_slice` has it: from the end if negative, and never beyond it.
+    # As in `dynamic_update_slice`: from the end if negative, and never beyond it.
     first = jnp.clip(jnp.where(start < 0, start + slots, start), 0, slots - entries)
     leaves, structure = jax.tree.flatten(cache)
     kept = [jax.new_ref(leaf) for leaf in leaves]

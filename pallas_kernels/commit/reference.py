@@ -1,4 +1,4 @@
-"""Commit accepted tokens to the cache in plain JAX: what the kernels must equal, bit for bit."""
+"""Commit accepted tokens to the cache in plain JAX; the kernels must equal it, bit for bit."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def commit(cache: Cache, window: Cache, path: Array, start: Array) -> Cache:
 
     Per layer the cache is k [B, G, D, T] and v [B, G, T, D], the window k [B, G, D, W] and v [B, G,
     W, D]; path (each in [0, W)) and start are int32. All J entries are written, whether accepted or
-    not: those beyond the row's new length are written again by the next round. So every row needs J
-    free slots behind its start. A donated cache is changed in place.
+    not: those beyond the row's new length are overwritten by the next round. So every row needs J
+    free slots after its start. A donated cache is changed in place.
     """
     check_ranks([path, start], [2, 1])
     # Over the rows: without their axis the slots of keys are axis 2, those of values axis 1.

@@ -19,23 +19,23 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.arrays import Cache, check_ranks
 from pallas_kernels.shapes import LANES
 
-# Tiles and windows of as many layers as fit share so many bytes of vector memory.
+# Vector memory for tiles and windows, in bytes; it bounds the layers processed at a time.
 BUFFER_BYTES = 16 * 2**20
-# The kernel may fill so many bytes of vector memory, with what the compiler wants.
+# The kernel's limit of vector memory in bytes, including the compiler's needs.
 COMMIT_VMEM_BYTES = 40 * 2**20
 
 
 class Leaves(NamedTuple):
-    """Hold keys or values of all layers, whose slots stand on one axis; arrays or references."""
+    """Hold keys or values of all layers, with the axis of their slots; arrays or references."""
 
-    axis: int  # 3: the slots stand in lanes; 2: in rows
+    axis: int  # 3: the slots are in lanes; 2: in rows
     cache: tuple[Any, ...]  # [B, G, D, T] or [B, G, T, D]
     # [B, G, W, D]: a few tokens fill the rows of a tile better than its lanes
     window: tuple[Any, ...]
 
     @property
     def unit(self) -> int:
-        """Return the slots of a tile, which is 32 bytes high where they stand in rows."""
+        """Return the slots of a tile, which is 32 bytes high if they are in rows."""
         return LANES if self.axis == 3 else 32 // self.cache[0].dtype.itemsize
 
 
@@ -47,19 +47,19 @@ class Buffers(NamedTuple):
 
     tiles: Ref  # [C, tiles, G, D, LANES] or [C, tiles, G, unit, D]
     window: Ref  # [C, G, W, D]
-    come: Ref  # []: what has come
-    gone: Ref  # []: what has gone
+    come: Ref  # []: incoming copies
+    gone: Ref  # []: outgoing copies
 
 
 def commit(
     cache: Cache, window: Cache, path: Array, start: Array, *, interpret: Any = False
 ) -> Cache:
-    """Compute `reference.commit` of bfloat16 (D even) or float32, equal to the bit.
+    """Compute `reference.commit` of bfloat16 (D even) or float32, bit for bit.
 
-    Signalling NaNs alone may differ. The window has at most 128 tokens. Of each row it reads and
+    Only signalling NaNs may differ. The window has at most 128 tokens. Of each row it reads and
     writes the tiles that hold the J slots, of keys 128 slots and of values 32 bytes' worth, while
-    the next row is on its way. It is done in place where the cache is donated and T is a multiple
-    of 128: any other cache is padded, a copy that XLA's layout of such an array would cost as well.
+    the next row is in transfer. It works in place if the cache is donated and T is a multiple of
+    128: any other cache is padded, a copy that XLA's layout of such an array would cost as well.
     Raises ValueError for a window that is too wide. `interpret` (True, or the parameters of Pallas'
     TPU interpreter) runs it on any hardware, slowly.
     """
@@ -70,7 +70,7 @@ def commit(
         raise ValueError(
             f"The window has {width} tokens; this kernel gathers from at most {LANES}."
         )
-    # As `dynamic_update_slice` has it: from the end if negative, and never beyond it.
+    # As in `dynamic_update_slice`: from the end if negative, and never beyond it.
     first = jnp.clip(jnp.where(start < 0, start + slots, start), 0, slots - path.shape[1])
     slack = (0, -slots % LANES)
     if slack[1]:
@@ -87,8 +87,7 @@ def commit(
         rows = Leaves(2, values, new_values)
         done = _commit_leaves(lanes, rows, path, start=first, interpret=interpret)
         return tuple(zip(*done, strict=True))
-    # XLA lays values narrower than a tile out with the slots last: there they are moved as keys
-    # are.
+    # XLA lays out values narrower than a tile with the slots last: they are then moved like keys.
     turned = tuple(leaf.swapaxes(2, 3) for leaf in values)
     both = Leaves(3, keys + turned, new_keys + new_values)
     done, _ = _commit_leaves(both, Leaves(2, (), ()), path, start=first, interpret=interpret)
@@ -108,9 +107,9 @@ def _commit_leaves(
     cache = (lanes.cache, rows.cache)
     window = (lanes.window, rows.window)
     anywhere = jax.tree.map(lambda _: pl.BlockSpec(memory_space=pl.ANY), (cache, window))
-    # Rows are halved where that gives the two cores of a chip the same work.
+    # Rows are halved if that gives the two cores of a chip the same work.
     cores = 2 if start.shape[0] % 2 == 0 else 1
-    # Tiles move both ways, as many as J slots touch on average, and the window comes.
+    # Tiles move both ways, as many as J slots touch on average, and the window comes in.
     moved = 0
     for leaves in (lanes, rows):
         for old, new in zip(leaves.cache, leaves.window, strict=True):
@@ -123,7 +122,7 @@ def _commit_leaves(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2, grid=(cores,), in_specs=anywhere, out_specs=anywhere[0]
         ),
-        # Where it may choose, XLA brings a whole leaf into vector memory for the call, and back.
+        # Left to choose, XLA brings a whole leaf into vector memory for the call, and back.
         out_shape=jax.tree.map(lambda leaf: pltpu.HBM(leaf.shape, leaf.dtype), cache),
         input_output_aliases={2 + leaf: leaf for leaf in range(len(jax.tree.leaves(cache)))},
         compiler_params=pltpu.CompilerParams(
@@ -145,7 +144,8 @@ def _kernel(
     row_cache: tuple[Ref, ...],
 ) -> None:
     """Commit `count` rows, in as many leaves at a time as fit vector memory."""
-    # Asked for out here: in the scopes and loops below, Pallas' plain interpreter does not know it.
+    # Computed out here: Pallas' plain interpreter does not support it in the scopes and loops
+    # below.
     first = pl.program_id(0) * count
     for leaves in (Leaves(3, lane_cache, window[0]), Leaves(2, row_cache, window[1])):
         if not leaves.cache:
@@ -168,8 +168,8 @@ def _kernel(
             layers = len(part.cache)
             buffers = [pltpu.VMEM((2, layers, *shape), old.dtype) for shape in shapes]
             semaphores = [pltpu.SemaphoreType.DMA((2,))] * 2
-            # With the others: in a loop, Pallas' plain interpreter of jax 0.12 knows no scope of
-            # its own.
+            # With the others: Pallas' plain interpreter of jax 0.12 has no separate scope in a
+            # loop.
             wide = [pltpu.VMEM(shape, jnp.float32) for shape in shapes] if part.axis == 2 else []
             commit_rows = functools.partial(_commit_rows, part, first, count, start, path)
             pl.run_scoped(commit_rows, *buffers, *semaphores, *wide)
@@ -178,7 +178,7 @@ def _kernel(
 def _commit_rows(
     leaves: Leaves, first: Array, count: int, start: Ref, path: Ref, *refs: Ref
 ) -> None:
-    """Commit `count` rows from `first` on, each while its neighbours are on their way.
+    """Commit `count` rows from `first` on, each while its neighbours are in transfer.
 
     Row `step` begins to fill the buffers that row `step - 2` has left, row `step - 1` is changed
     meanwhile. `refs` are the buffers and, for slots in rows, a tile and a window in 32 bits.
@@ -208,7 +208,7 @@ def _commit_rows(
 
         @pl.when(step < count)
         def fetch() -> None:
-            """Begin to fill the buffers."""
+            """Start filling the buffers."""
             _, mine, tiles, windows = at(step)
             for needed, memory, buffer in tiles + windows:
                 pl.when(needed)(pltpu.make_async_copy(memory, buffer, mine.come).start)
@@ -230,7 +230,7 @@ def _commit_rows(
 def _tiles(
     leaves: Leaves, buffer: Ref, row: Array, *, start: Array, entries: int
 ) -> Iterator[tuple[Any, Ref, Ref]]:
-    """Yield of each tile whether it holds one of the J slots, its place in memory, its buffer."""
+    """Yield for each tile whether it holds one of the J slots, its place in memory, its buffer."""
     unit = leaves.unit
     for tile in range(buffer.shape[1]):
         first = _aligned(start, unit) + tile * unit
@@ -242,7 +242,7 @@ def _tiles(
 
 
 def _aligned(slot: Array, unit: int) -> Array:
-    """Return the first slot of the tile that a slot lies in."""
+    """Return the first slot of the tile that contains a slot."""
     return pl.multiple_of(lax.div(slot, unit) * unit, unit)
 
 
@@ -268,8 +268,8 @@ def _change_lanes(mine: Buffers, row: Array, start: Array, path: Ref) -> None:
             """Change one tile of one layer."""
             fresh = (entry >= 0) & (entry < entries)
             for group in range(groups):
-                # Tokens in lanes, as words [D / 2, LANES] of two bfloat16: of words alone lanes can
-                # be chosen.
+                # Tokens in lanes, as words [D / 2, LANES] of two bfloat16, since lanes can be
+                # selected only in 32-bit words.
                 window = jnp.pad(mine.window[layer, group], padding).T
                 columns = pltpu.bitcast(window, jnp.uint32)
                 taken = jnp.take_along_axis(columns, jnp.broadcast_to(node, columns.shape), axis=1)

@@ -1,9 +1,9 @@
 """Compute log-probability and entropy of given tokens on Hopper (Mosaic GPU).
 
-The vocabulary streams by. Forward, as in `verify_head`, logits never leave registers
-(`pallas_kernels/hopper.py`). Backward, the gradient of one slice's logits is made in bfloat16 by a
-kernel that computes them again; its two products with head and hidden, which are plain, are XLA's.
-The slices follow each other, so that the head's gradient is written once, where it belongs.
+The vocabulary is streamed. Forward, as in `verify_head`, logits never leave registers
+(`pallas_kernels/hopper.py`). Backward, a kernel recomputes the logits of one slice and makes their
+gradient in bfloat16; its two plain products with head and hidden are XLA's. The slices follow each
+other, so that the head's gradient is written once, in place.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pallas_kernels.logprobs import streaming
 from pallas_kernels.logprobs.streaming import Options, Streams, Sums
 from pallas_kernels.shapes import BLOCK
 
-# The gradient of one slice's logits takes at most so many bytes.
+# Most bytes of the gradient of one slice's logits.
 SLICE_BYTES = 64 * 2**20
-# A copy's tile has so many columns: head and hidden are filled up to whole ones.
+# Columns of a copy's tile: head and hidden are padded to whole ones.
 UNIT = 64
 
 
 class RunningSums(NamedTuple):
-    """Hold what the blocks so far have come to, at each row: [WARPGROUP_ROWS] each.
+    """Hold the running sums at each row: [WARPGROUP_ROWS] each.
 
     z are the tempered logits.
     """
@@ -50,7 +50,7 @@ class GradientScratch(NamedTuple):
     """
 
     ring: hopper.Ring
-    strip: Any  # [A, WARPGROUP_ROWS, STRIP] bfloat16: gradients on their way out
+    strip: Any  # [A, WARPGROUP_ROWS, STRIP] bfloat16: outgoing gradients
 
 
 def token_logprobs(
@@ -98,9 +98,9 @@ def _sums(options: Options, hidden: Array, head: Array, targets: Array) -> Sums:
 
 
 def _whole_tiles(plan: ProductPlan, rows: list[Array], hidden: Array, head: Array) -> list[Array]:
-    """Fill numbers of rows [R] each, hidden and the head up with zeros to whole tiles of bfloat16.
+    """Pad numbers of rows [R], hidden and the head with zeros to whole tiles of bfloat16.
 
-    Hidden gets the plan's rows. The width, along which both are multiplied, gets whole tiles too.
+    Hidden gets the plan's rows. The width, along which both are multiplied, gets whole tiles, too.
     """
     fill = plan.rows - hidden.shape[0]
     of_rows = [jnp.pad(x, (0, fill)) for x in rows]
@@ -133,8 +133,8 @@ def _sums_kernel(
         total = running.total * jnp.exp(fall) + jnp.sum(share, axis=1)
         weighted = (running.weighted + running.total * fall) * jnp.exp(fall)
         weighted = weighted + jnp.sum(share * below, axis=1)
-        found = jnp.where(ids == across(wanted, ids.shape), z, 0.0)
-        return RunningSums(top, total, weighted, chosen=running.chosen + jnp.sum(found, axis=1))
+        targets_z = jnp.where(ids == across(wanted, ids.shape), z, 0.0)
+        return RunningSums(top, total, weighted, chosen=running.chosen + jnp.sum(targets_z, axis=1))
 
     nothing = RunningSums(hopper.rowwise(LOWEST), *(hopper.rowwise(0.0) for _ in range(3)))
     running = hopper.stream(plan, ring, hidden, head=head, visit=visit, carry=nothing)
@@ -179,8 +179,7 @@ def _add_slice(
 ) -> tuple[Array, Array]:
     """Add to the gradients (d_hidden, d_head) the part of `size` tokens from `first` on.
 
-    A kernel makes the gradient of their logits, in bfloat16. d_head's part is written where it
-    belongs.
+    A kernel makes the gradient of their logits, in bfloat16. d_head's part is written in place.
     """
     d_hidden, d_head = sums
     axis = 0 if options.tied else 1
@@ -246,7 +245,7 @@ def _d_scores_kernel(
             onehot = jnp.where(ids == wanted, 1.0, 0.0)
             gradient = (g_log * (onehot - p) - g_ent * p * (log_p + whole)) / temperature
             to = out.at[mine.rows, pl.ds(block * BLOCK + start, STRIP)]
-            # By way of shared memory, whose copies leave out what lies past the end.
+            # Through shared memory, whose copies skip everything past the end.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             strip[...] = gradient.astype(jnp.bfloat16)
             plgpu.commit_smem()

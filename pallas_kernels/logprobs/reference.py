@@ -1,7 +1,7 @@
 """Compute log-probability and entropy of given tokens in plain JAX, which the kernels must equal.
 
-It is the meaning of the kernels, and what they are timed beside. On other hardware a caller takes a
-path of its own, which leaves out what it does not want and knows restricted supports.
+It defines the kernels, and is their baseline in timings. On other hardware a caller uses its own
+path, which skips unneeded results and supports top-k.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from pallas_kernels.arrays import check_ranks
 
-# The logits of so many rows exist at one time.
+# Rows whose logits exist at a time.
 CHUNK = 512
 
 
@@ -36,7 +36,7 @@ def token_logprobs(
 
     @jax.checkpoint
     def project(head: Array, hidden: Array, targets: Array) -> tuple[Array, Array]:
-        """Return both numbers of one chunk of rows; its logits are computed again backward."""
+        """Return both numbers of one chunk of rows; its logits are recomputed backward."""
         dims = (((1,), (1 if tied else 0,)), ((), ()))
         scores = lax.dot_general(
             hidden, head.astype(hidden.dtype), dims, preferred_element_type=jnp.float32

@@ -17,18 +17,18 @@ from pallas_kernels.arrays import check_ranks
 
 
 class Sums(NamedTuple):
-    """Hold what the vocabulary, or a part of it, says of each row: [R] float32 each.
+    """Hold the sums of the vocabulary, or a part of it, for each row: [R] float32 each.
 
     z are the tempered logits.
     """
 
-    chosen: Array  # z of the row's target, 0 where another part has it
+    chosen: Array  # z of the row's target, 0 if another part has it
     normaliser: Array  # log-sum-exp of z
     entropy: Array  # of softmax(z) over the part alone, in nats
 
 
 class Options(NamedTuple):
-    """Hold what of a kernel's call is static."""
+    """Hold the static arguments of a kernel."""
 
     temperature: float
     tied: bool
@@ -40,8 +40,8 @@ class Streams(NamedTuple):
 
     `sums` takes hidden [R, M], head and targets [R], of which -1 is no token of this part.
     `gradients` takes the same, then normaliser and entropy of the whole vocabulary and the
-    cotangents of log-probability and entropy, each [R]; it gives the gradients of hidden, as far as
-    this part goes, and of head, in float32.
+    cotangents of log-probability and entropy, each [R]; it returns this part's contribution to the
+    gradient of hidden, and the gradient of head, in float32.
     """
 
     sums: Callable[..., Sums]
@@ -55,14 +55,14 @@ def token_logprobs(
 ) -> tuple[Array, Array]:
     """Compute `reference.token_logprobs` by two streams, forward and backward without [R, V].
 
-    The gradient keeps hidden, head, targets and two numbers a row, and computes the logits again.
-    The head's is summed in float32 and given in the head's dtype: give a float32 head to keep it.
-    Inside `shard_map`, with an axis, head is the device's part of the vocabulary, and targets count
-    from its first token.
+    The residuals are hidden, head, targets and two numbers per row; the logits are recomputed. The
+    head's gradient is summed in float32 and returned in the head's dtype: give a float32 head to
+    keep it. Inside `shard_map`, with an axis, head is the device's part of the vocabulary, and
+    targets count from its first token.
     """
     check_ranks([hidden, head, targets], [2, 2, 1])
     held = head.shape[0 if streams.tied else 1]
-    # The targets of other parts could meet the padding of a tile.
+    # The targets of other parts could match the padding of a tile.
     here = (targets >= 0) & (targets < held)
     return _token_logprobs(streams, hidden, head, jnp.where(here, targets, -1))
 
@@ -72,7 +72,7 @@ def combine(sums: Sums, axis_name: str) -> Sums:
 
     With w a part's share of the probability and h its own entropy, the whole has sum w (h - log w).
     """
-    # One array, for one all-gather: several would wait for each other, and each costs its latency.
+    # One array, for one all-gather: each has its latency, and they would run one after another.
     parts = Sums(*jnp.moveaxis(lax.all_gather(jnp.stack(sums), axis_name), 1, 0))
     normaliser = jax.nn.logsumexp(parts.normaliser, axis=0)
     log_share = parts.normaliser - normaliser
@@ -91,7 +91,7 @@ def _token_logprobs(
 def _forward(
     streams: Streams, hidden: Array, head: Array, targets: Array
 ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-    """Return log-probability and entropy, and what the backward pass needs."""
+    """Return log-probability and entropy, and the residuals."""
     sums = streams.sums(hidden, head, targets)
     if streams.axis is not None:
         sums = combine(sums, streams.axis)
@@ -105,8 +105,8 @@ def _backward(
     """Return the gradients of hidden and head from those of log-probability and entropy."""
     hidden, head, *_ = kept
     if streams.axis is not None:
-        # `shard_map` shares a replicated result's cotangent out over the axis, and sums the parts
-        # of hidden's gradient.
+        # `shard_map` divides a replicated result's cotangent over the axis, and sums the parts of
+        # hidden's gradient.
         cotangents = lax.psum(cotangents, streams.axis)
     d_hidden, d_head = streams.gradients(*kept, *cotangents)
     return d_hidden.astype(hidden.dtype), d_head.astype(head.dtype), None

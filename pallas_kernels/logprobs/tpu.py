@@ -1,4 +1,4 @@
-"""Compute log-probability and entropy of given tokens on a TPU, by streaming the vocabulary.
+"""Compute log-probability and entropy of given tokens on a TPU, streaming the vocabulary.
 
 It streams forward and backward.
 """
@@ -20,12 +20,12 @@ from pallas_kernels.logprobs import streaming
 from pallas_kernels.logprobs.streaming import Options, Streams, Sums
 from pallas_kernels.shapes import LANES, VMEM_BYTES
 
-# One block of hidden's rows takes at most so many bytes of float32.
+# Most bytes of float32 of one block of hidden's rows.
 ROW_BLOCK_BYTES = 8 * 2**20
-# One tile of the head has at most so many tokens, and takes at most so many bytes of float32.
+# Most tokens of one tile of the head, and most bytes of float32.
 VOCAB_TILE = 512
 VOCAB_TILE_BYTES = 4 * 2**20
-# The logits of one block and tile take at most so many bytes of float32.
+# Most bytes of float32 of the logits of one block and tile.
 LOGITS_BYTES = 2 * 2**20
 PARAMETERS = pltpu.CompilerParams(
     dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
@@ -33,7 +33,7 @@ PARAMETERS = pltpu.CompilerParams(
 
 
 class Sizes(NamedTuple):
-    """Say how rows are cut into blocks and the vocabulary into tiles."""
+    """Hold the sizes of blocks of rows and tiles of the vocabulary."""
 
     block: int  # rows of a block
     blocks: int
@@ -56,7 +56,7 @@ def token_logprobs(
 
     `interpret` (True, or the parameters of Pallas' TPU interpreter) runs it anywhere, slowly.
     """
-    # XLA lays a head of such rows out with the vocabulary last.
+    # XLA lays out a head of such rows with the vocabulary last.
     if tied and hidden.shape[1] % LANES:
         tied = False
         head = head.T
@@ -71,8 +71,8 @@ def _sizes(options: Options, hidden: Array, head: Array, *, even: bool) -> Sizes
     """Cut rows and vocabulary into blocks and tiles, as large as vector memory allows.
 
     Blocks are of equal size and of whole sublane tiles: the head is read for each. `even` takes the
-    widest tile that leaves no rest but lanes: the head's gradient is then whole tiles, and needs no
-    copy.
+    widest tile that leaves no remainder except lanes: the head's gradient is then whole tiles, and
+    needs no copy.
     """
     rows, width = hidden.shape
     vocab = head.shape[0 if options.tied else 1]
@@ -203,7 +203,7 @@ def _product(left: Array, right: Array, left_axis: int, *, right_axis: int) -> A
 def _gradients(options: Options, hidden: Array, head: Array, *rows: Array) -> tuple[Array, Array]:
     """Return the gradients of hidden, in its dtype, and of head, in float32.
 
-    One block of rows follows another. `rows` are target, normaliser, entropy, and the cotangents of
+    Blocks of rows follow one another. `rows` are target, normaliser, entropy, and the cotangents of
     log-probability and entropy, each [R].
     """
     (count, width) = hidden.shape
@@ -224,10 +224,10 @@ def _gradients(options: Options, hidden: Array, head: Array, *rows: Array) -> tu
 def _gradients_of_block(
     options: Options, sizes: Sizes, head: Array, *, d_head: Array, block: list[Array]
 ) -> tuple[Array, Array]:
-    """Add a block's part to d_head, in place, and return the gradient of the block's hidden too.
+    """Add a block's part to d_head in place, and return the gradient of its hidden states.
 
-    That is in parts [1 or 2, R, M]: each sums over half of the vocabulary, for each core of a chip
-    that has two.
+    That is in parts [1 or 2, R, M]: each sums over half of the vocabulary, one per core of a chip
+    with two.
     """
     width = block[0].shape[1]
     cores = min(2, sizes.tiles)
@@ -289,7 +289,7 @@ def _gradients_kernel(
         here = hidden[...]
         words = head[...].astype(hidden.dtype)
         if sizes.vocab % sizes.tile:
-            # Past the vocabulary memory holds anything.
+            # Memory past the vocabulary is undefined.
             ids = tile * sizes.tile + lax.broadcasted_iota(jnp.int32, words.shape, vocab_axis)
             words = jnp.where(ids < sizes.vocab, words, jnp.zeros_like(words))
 

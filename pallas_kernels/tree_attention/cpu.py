@@ -1,8 +1,8 @@
-"""Attend on CPUs, reading of a long cache the blocks that hold tokens; the meaning is in reference.
+"""Attend on CPUs, reading only blocks of a long cache that hold tokens; defined in reference.py.
 
 A loop over the blocks below each row's length, with an online softmax (Milakov and Gimelshein
-2018). XLA runs it on one core, and a product over the whole cache on all of them, so it pays where
-few blocks hold tokens; both ways are in the program, which counts them.
+2018). XLA runs the loop on one core, and a product over the whole cache on all of them, so it pays
+if few blocks hold tokens; both ways are in the program, which counts these.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from jax import Array, lax
 from pallas_kernels.arrays import LOWEST, check_ranks
 from pallas_kernels.tree_attention import reference
 
-TURN_SLOTS = 128  # of a block: one turn of the loop reads it
-# Shorter caches are read whole: a turn of the loop costs more than it saves.
+TURN_SLOTS = 128  # of a block: one iteration of the loop reads it
+# Shorter caches are read whole: an iteration costs more than it saves.
 LEAST_SLOTS = 768
-# The loop runs where at most one block in so many holds tokens: above two fifths, at one query a
-# row, and above one half, at five, it is the slower (two cores, benchmarks/live_cache.py).
+# The loop runs if at most one block in this many holds tokens: above two fifths, at one query per
+# row, and above one half, at five, it is slower (two cores, benchmarks/live_cache.py).
 ONE_LIVE_IN = 3
 
 
@@ -75,7 +75,7 @@ def over_live_blocks(
     )
     sums = _add(nothing, grouped, window_k, value=window_v, seen=seen)
 
-    # Turn t takes block `block[t]` of row `row[t]`.
+    # Iteration t takes block `block[t]` of row `row[t]`.
     blocks = -(-length // TURN_SLOTS)
     ends = jnp.cumsum(blocks, dtype=jnp.int32)
     turns = jnp.arange(rows * -(-slots // TURN_SLOTS), dtype=jnp.int32)
@@ -87,7 +87,7 @@ def over_live_blocks(
         """Add one block of one row to its sums."""
         at = row[turn]
         first = block[turn] * TURN_SLOTS
-        # The last block of a cache that is no whole number of them begins earlier.
+        # The last block of a cache that is not a multiple of blocks begins earlier.
         start = jnp.minimum(first, slots - TURN_SLOTS)
         slot = start + jnp.arange(TURN_SLOTS, dtype=jnp.int32)
         key = lax.dynamic_slice(cache_k, (at, zero, zero, start), (1, groups, dim, TURN_SLOTS))

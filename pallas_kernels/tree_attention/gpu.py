@@ -2,7 +2,7 @@
 
 One thread block serves up to 192 query rows of one (row, group) over one part of its context. Keys
 and values come through a ring of shared memory, fetched by the copy engine while earlier ones are
-multiplied; the loop ends at the row's length, so nothing behind it is read. Online softmax (Milakov
+multiplied; the loop ends at the row's length, so nothing after it is read. Online softmax (Milakov
 and Gimelshein 2018); the parts of a context are merged outside (Dao et al. 2023, "Flash-Decoding
 for long-context inference").
 """
@@ -25,14 +25,14 @@ from pallas_kernels import hopper
 from pallas_kernels.arrays import LOWEST, check_ranks
 from pallas_kernels.hopper import MULTIPROCESSORS, WARPGROUP_ROWS, across, rowwise, smem
 
-# So many cache slots are fetched at a time.
+# Cache slots fetched at a time.
 CACHE_BLOCK = 64
-# The cache's ring has so many slots: two thread blocks of one warpgroup fit a multiprocessor, one
-# fetch of each in flight.
+# Slots of the cache's ring: two thread blocks of one warpgroup fit a multiprocessor, with one fetch
+# of each in flight.
 CACHE_SLOTS = 2
-# So many warpgroups share one ring; more would not leave them registers.
+# Most warpgroups per ring; more would run out of registers.
 WARPGROUPS = 3
-# An H100 runs so many thread blocks at a time.
+# Thread blocks that an H100 runs at a time.
 THREAD_BLOCKS = 2 * MULTIPROCESSORS
 LOG2_E = math.log2(math.e)
 
@@ -57,17 +57,17 @@ class AttentionScratch(NamedTuple):
     query: Any  # [A, WARPGROUP_ROWS, D]
     key: Any  # [S, D, CACHE_BLOCK]
     value: Any  # [S, CACHE_BLOCK, D]
-    # [A, WARPGROUP_ROWS, W]: the window's mask, then weights on their way from registers to the
+    # [A, WARPGROUP_ROWS, W]: the window's mask, then weights in transfer from registers to the
     # matrix unit
     weight: Any
-    asked: Any  # [A]: a warpgroup's queries and mask are here
-    loaded: Any  # [S]: keys and values are here
+    ready: Any  # [A]: a warpgroup's queries and mask have arrived
+    loaded: Any  # [S]: keys and values have arrived
     consumed: Any  # [S]: every warpgroup has read them
-    cleared: Any  # what lies behind the length is zeros
+    cleared: Any  # the values after the length are zeros
 
 
 class BlockWork(NamedTuple):
-    """Say what a thread block does: blocks of the window, then the cache from block `first` on."""
+    """Describe a thread block's work: blocks of the window, then of the cache from `first` on."""
 
     windows: Array  # blocks of the window
     first: Array
@@ -89,9 +89,9 @@ def tree_attention(
 ) -> Array:
     """Compute `reference.tree_attention` in bfloat16, for heads of 64 or 128; same shapes.
 
-    Softmax and sums are float32. Raises ValueError for another dtype or another head dim. Where T
-    is a multiple of 64 the cache is read where it lies, else it is copied with padding. `interpret`
-    needs jax 0.12.
+    Softmax and sums are float32. Raises ValueError for another dtype or another head dim. If T is a
+    multiple of 64 the cache is read in place, else it is copied with padding. `interpret` needs jax
+    0.12.
     """
     check_ranks([query, cache_k, cache_v, window_k, window_v, length, mask], [4, 4, 4, 4, 4, 1, 3])
     batch, count, heads, dim = query.shape
@@ -130,7 +130,7 @@ def _plan(query: tuple[int, ...], cache: tuple[int, ...], window: int) -> Attent
     slots = cache[3]
     tiles = pl.cdiv(heads // groups * count, WARPGROUP_ROWS)
     blocks = pl.cdiv(tiles, WARPGROUPS)
-    # Each part has two blocks at least: below that its fixed costs outweigh them.
+    # Each part has at least two blocks: with fewer its fixed costs dominate.
     wanted = pl.cdiv(THREAD_BLOCKS, batch * groups * blocks)
     return AttentionPlan(
         warpgroups=pl.cdiv(tiles, blocks),
@@ -142,7 +142,7 @@ def _plan(query: tuple[int, ...], cache: tuple[int, ...], window: int) -> Attent
 
 
 def _pad(x: Array, axis: int, unit: int) -> Array:
-    """Fill x up with zeros to a multiple of `unit` along one axis."""
+    """Pad x with zeros to a multiple of `unit` along one axis."""
     slack = -x.shape[axis] % unit
     return jnp.pad(x, [(0, slack if at == axis else 0) for at in range(x.ndim)])
 
@@ -157,7 +157,7 @@ def _kernel(plan: AttentionPlan, query: tuple[int, ...], interpret: bool) -> Cal
     return plgpu.kernel(
         functools.partial(_attend, plan),
         out_type=(jax.ShapeDtypeStruct((*sums.shape, dim), jnp.float32), sums, sums),
-        # What shares keys and values runs side by side.
+        # Blocks that share keys and values run side by side.
         grid=(plan.tiles, plan.parts, groups, batch),
         grid_names=("tile", "part", "group", "row"),
         num_threads=plan.warpgroups,
@@ -167,7 +167,7 @@ def _kernel(plan: AttentionPlan, query: tuple[int, ...], interpret: bool) -> Cal
             key=smem(CACHE_SLOTS, dim, CACHE_BLOCK),
             value=smem(CACHE_SLOTS, CACHE_BLOCK, dim),
             weight=smem(plan.warpgroups, WARPGROUP_ROWS, plan.windows * CACHE_BLOCK),
-            asked=plgpu.Barrier(num_arrivals=2, num_barriers=plan.warpgroups),
+            ready=plgpu.Barrier(num_arrivals=2, num_barriers=plan.warpgroups),
             loaded=plgpu.Barrier(num_arrivals=2, num_barriers=CACHE_SLOTS),
             consumed=plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=CACHE_SLOTS),
             cleared=plgpu.Barrier(),
@@ -196,8 +196,8 @@ def _attend(
     row, group, part, me = (lax.axis_index(name) for name in ("row", "group", "part", "warpgroup"))
     first = (lax.axis_index("tile") * plan.warpgroups + me) * WARPGROUP_ROWS
     rows = pl.ds(first, WARPGROUP_ROWS)
-    plgpu.copy_gmem_to_smem(query.at[row, group, rows], scratch.query.at[me], scratch.asked.at[me])
-    plgpu.copy_gmem_to_smem(mask.at[row, rows], scratch.weight.at[me], scratch.asked.at[me])
+    plgpu.copy_gmem_to_smem(query.at[row, group, rows], scratch.query.at[me], scratch.ready.at[me])
+    plgpu.copy_gmem_to_smem(mask.at[row, rows], scratch.weight.at[me], scratch.ready.at[me])
 
     # The blocks of this part of the cache; the window goes to the last part, whose share is the
     # smallest.
@@ -226,7 +226,7 @@ def _attend(
         plgpu.barrier_arrive(scratch.consumed.at[slot])
         return carry
 
-    plgpu.barrier_wait(scratch.asked.at[me])
+    plgpu.barrier_wait(scratch.ready.at[me])
     window_seen = functools.partial(_window_seen, scratch.weight.at[me])
     cache_seen = functools.partial(_cache_seen, work, scratch, me)
     # Weighted sum [rows, D], maximum (a power of two) and sum [rows] of no scores.
@@ -262,7 +262,7 @@ def _fetch(
 
 
 def _refill(work: BlockWork, scratch: AttentionScratch, fetch: Callable, step: Array) -> None:
-    """Fill the slot of the step before with what comes after those in flight."""
+    """Fill the previous step's slot with the next fetch after those in flight."""
     coming = step + CACHE_SLOTS - 1
 
     @pl.when((step > 0) & (coming < work.steps))
@@ -279,14 +279,14 @@ def _window_seen(mask: Ref, step: Array) -> Array:
 
 
 def _cache_seen(work: BlockWork, scratch: AttentionScratch, me: Array, step: Array) -> Array:
-    """Return which slots of a cache block lie below the length, [rows, block].
+    """Return which slots of a cache block are below the length, [rows, block].
 
-    The values of the others become zeros: they may be NaN, which a weight of zero would not undo.
+    The values of the others become zeros: they may be NaN, which a weight of zero would not remove.
     """
     left = work.length - (work.first + step - work.windows) * CACHE_BLOCK
 
     def clear() -> None:
-        """Overwrite the values behind the length, for all warpgroups."""
+        """Overwrite the values after the length, for all warpgroups."""
         value = scratch.value.at[lax.rem(step, CACHE_SLOTS)]
         slot = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=plgpu.Layout.WGMMA)
         kept = slot < left

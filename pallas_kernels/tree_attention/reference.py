@@ -22,11 +22,11 @@ def tree_attention(
     """Attend from Q new tokens of each row to its cache and to uncommitted tokens.
 
     query [B, Q, H, D], the nodes of a tree; cache_k [B, G, D, T] and cache_v [B, G, T, D], of which
-    the first `length` [B] int32 slots count; window_k [B, G, D, W] and window_v [B, G, W, D]; mask
-    [B, Q, W] bool: which tokens of the window a query sees. Head h reads group h // (H / G), scores
-    are scaled by D**-0.5, and their softmax is float32. Returns [B, Q, H, D] in the query's dtype;
-    a query that sees nothing gives zeros. Here the values beyond a row's length must be finite
-    (their weight is zero; to replace them would cost a fifth to a half more on a CPU).
+    the first `length` [B] int32 slots are valid; window_k [B, G, D, W] and window_v [B, G, W, D];
+    mask [B, Q, W] bool: the tokens of the window that a query sees. Head h reads group h // (H /
+    G), scores are scaled by D**-0.5, and their softmax is float32. Returns [B, Q, H, D] in the
+    query's dtype; a query that sees nothing gives zeros. Here the values beyond a row's length must
+    be finite (their weight is zero; replacing them would cost a fifth to a half more on a CPU).
     """
     check_ranks([query, cache_k, cache_v, window_k, window_v, length, mask], [4, 4, 4, 4, 4, 1, 3])
     batch, count, heads, dim = query.shape
@@ -51,14 +51,14 @@ def tree_attention(
 
 
 def by_group(query: Array, groups: int) -> Array:
-    """Lay queries [B, Q, H, D] that read the same keys side by side: [B, G, H/G * Q, D]."""
+    """Place queries [B, Q, H, D] that read the same keys side by side: [B, G, H/G * Q, D]."""
     batch, count, heads, dim = query.shape
     grouped = query.reshape(batch, count, groups, heads // groups, dim).transpose(0, 2, 3, 1, 4)
     return grouped.reshape(batch, groups, -1, dim)
 
 
 def by_token(out: Array, shape: tuple[int, ...]) -> Array:
-    """Lay what `by_group` laid out back as [B, Q, H, D]."""
+    """Undo `by_group`: return [B, Q, H, D]."""
     batch, count, heads, dim = shape
     groups = out.shape[1]
     out = out.reshape(batch, groups, heads // groups, count, dim).transpose(0, 3, 1, 2, 4)

@@ -1,11 +1,11 @@
-"""Attend from the nodes of a draft tree on TPUs (Mosaic); the meaning is in reference.py.
+"""Attend from the nodes of a draft tree on TPUs (Mosaic); defined in reference.py.
 
 The grid is (rows, splits of a row's context, blocks of a split). A step reads one block of the keys
-and values of all groups and takes it into an online softmax (Milakov and Gimelshein 2018); the last
-step of a split adds the window. There are as many steps as the longest row wants. A shorter row
-spends those it does not need on fetching the next row's first block. A context is split (flash
-decoding, Dao et al. 2023) where there is one row with many blocks: for the two cores of a v4 or
-v5p. A chip with one core pays for it by merging two small parts.
+and values of all groups and adds it to an online softmax (Milakov and Gimelshein 2018); the last
+step of a split adds the window. The number of steps is that of the longest row. A shorter row
+spends the surplus on fetching the next row's first block. A context is split (flash decoding, Dao
+et al. 2023) if there is one row with many blocks: for the two cores of a v4 or v5p. A chip with one
+core pays for it by merging two small parts.
 """
 
 from __future__ import annotations
@@ -23,25 +23,24 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.arrays import check_ranks
 from pallas_kernels.shapes import LANES
 
-# Query rows fill tiles of so many.
+# Query rows fill tiles of this many.
 SUBLANES = 8
-# A block of keys and values takes at most so many bytes: at 2.7 TB/s that is twice what a grid step
-# costs (0.35 us).
+# Most bytes of a block of keys and values: at 2.7 TB/s that is twice the cost of a grid step (0.35
+# us).
 CACHE_BLOCK_BYTES = 2 << 20
-# A block's scores in float32 take at most so many bytes; what is derived from them takes as much
-# again, twice.
+# Most bytes of a block's scores in float32; derived arrays take as much again, twice.
 SCORE_BYTES = 2 << 20
-# A block has at most so many slots: half a block is read in vain, on average.
+# Most slots of a block: half a block is read in vain, on average.
 BLOCK_SLOTS = 1024
-# Two cores share the context of a single row, from so many blocks on.
+# Blocks from which on two cores share the context of a single row.
 SPLITS = 2
 SPLIT_BLOCKS = 8
-# What is not seen has this score: finite, so that differences are.
+# The score of invisible tokens: finite, so that differences are.
 MASKED = float(jnp.finfo(jnp.float32).min)
 
 
 class Cut(NamedTuple):
-    """Say how contexts are cut."""
+    """Hold the sizes of a cut of contexts."""
 
     block: int  # slots of a grid step: a multiple of 128, or all
     splits: int  # parts of a row's context
@@ -57,11 +56,11 @@ def tree_attention(
     mask: Array,
     interpret: bool = False,
 ) -> Array:
-    """Compute `reference.tree_attention`, reading of a row only the blocks below its length.
+    """Compute `reference.tree_attention`, reading only a row's blocks below its length.
 
-    Whatever may lie beyond it. float32 is multiplied at the highest precision. Where T is a
-    multiple of 128 the cache is read where it lies, else XLA may copy it first. `interpret` runs
-    the kernel on any hardware, slowly.
+    Anything may be beyond it. float32 is multiplied at the highest precision. If T is a multiple of
+    128 the cache is read in place, else XLA may copy it first. `interpret` runs the kernel on any
+    hardware, slowly.
     """
     inputs = (query, cache_k, cache_v, window_k, window_v, length, mask)
     return attend(*inputs, cut_for(query, cache_k), interpret)
@@ -108,13 +107,13 @@ def attend(
     folded = query.reshape(batch, count, groups, ratio, dim).transpose(order)  # [B, G, A, E, D]
     cache = [cache_k, cache_v if _slot_axis(dim) == 2 else cache_v.swapaxes(2, 3)]
     if not interpret:
-        # Or XLA may fetch a whole cache into VMEM, ahead of the kernel.
+        # Otherwise XLA may fetch a whole cache into VMEM, ahead of the kernel.
         cache = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in cache]
-    # A few tokens fill the rows of a tile better than its lanes: the window's keys are to lie as
-    # its values do.
+    # A few tokens fill the rows of a tile better than its lanes: the window's keys are laid out
+    # like its values.
     window = (window_k.swapaxes(2, 3), window_v)
     # The mask [B, Q, W] for each row of scores, [B, A * E, W] int8. It is the same for all layers,
-    # so made once.
+    # so it is made once.
     width = mask.shape[2]
     of_heads = jnp.broadcast_to(
         mask.astype(jnp.int8)[:, :, None, None], (batch, count, 1, ratio, width)
@@ -129,7 +128,7 @@ def attend(
 
 
 def followers(length: Array) -> Array:
-    """Return of each row [B] the next one that is not empty; at the end, the last such one."""
+    """Return for each row [B] the next one that is not empty; at the end, the last such one."""
     rows = jnp.arange(length.size, dtype=jnp.int32)
     filled = length > 0
     ahead = lax.cummin(jnp.where(filled, rows, length.size), reverse=True)
@@ -156,7 +155,7 @@ def block_at(
 
 
 def _split_blocks(length: Array, split: Array, cut: Cut) -> tuple[Array, Array]:
-    """Return a split's first block, and the one after its last; equal where it has none."""
+    """Return a split's first block, and the one after its last; equal if it has none."""
     blocks = pl.cdiv(length, cut.block)
     each = pl.cdiv(blocks, cut.splits)
     return jnp.minimum(split * each, blocks), jnp.minimum((split + 1) * each, blocks)
@@ -171,17 +170,17 @@ def _order(count: int, ratio: int) -> tuple[int, ...]:
 
 
 def _slot_axis(dim: int) -> int:
-    """Return where the slots of `cache_v` stand when it is read in place.
+    """Return the axis of the slots of `cache_v` when it is read in place.
 
-    XLA lays out last what fills the lanes.
+    XLA puts last the axis that fills the lanes.
     """
     return 2 if dim % LANES == 0 else 3
 
 
 def _call(cut: Cut, interpret: bool, length: Array, query: Array, *parts: Array) -> list[Array]:
-    """Return of each split the attention [B, S, G, A, E, D].
+    """Return the attention of each split [B, S, G, A, E, D].
 
-    Of several splits also the log of each sum, [B, S, G, A, E, 1].
+    With several splits also the log of each sum, [B, S, G, A, E, 1].
     """
     batch, groups, apart, together, dim = query.shape
     tile = (groups, apart, pl.cdiv(together, SUBLANES) * SUBLANES)
@@ -227,12 +226,12 @@ def _call(cut: Cut, interpret: bool, length: Array, query: Array, *parts: Array)
 
 
 def _at_grid(axes: int, *shape: int) -> pl.BlockSpec:
-    """Describe an array of which the grid's first axes choose one part of this shape."""
+    """Describe an array whose parts of this shape are indexed by the grid's first axes."""
     return pl.BlockSpec((*[None] * axes, *shape), lambda *at: (*at[:axes], *[0] * len(shape)))
 
 
 def _at_block(cache: Array, axis: int, cut: Cut) -> pl.BlockSpec:
-    """Describe a cache of which `block_at` chooses the row, and the block along `axis`."""
+    """Describe a cache whose row, and block along `axis`, are chosen by `block_at`."""
 
     def place(
         row: Array, split: Array, step: Array, length: Array, after: Array
@@ -268,18 +267,18 @@ def _kernel(
     @pl.when(step == 0)
     def begin() -> None:
         """Start the sums of a split."""
-        # Above what masked scores are, so that these weigh nothing where nothing else is seen.
+        # Above masked scores, so that these weigh nothing if nothing else is seen.
         top[...] = jnp.full(top.shape, MASKED / 2, jnp.float32)
         total[...] = jnp.zeros(total.shape, jnp.float32)
         weighted[...] = jnp.zeros(weighted.shape, jnp.float32)
 
     @pl.when(first + step < stop)
     def read_block() -> None:
-        """Add a block of the cache, as far as the row's length."""
+        """Add a block of the cache, up to the row's length."""
         rest = length[row] - (first + step) * cut.block
         live = lax.broadcasted_iota(jnp.int32, (1, 1, cut.block), 2) < rest
         slot = lax.broadcasted_iota(jnp.int32, value.shape, slot_axis)
-        # Beyond the length there may be anything, and zero times anything need not be zero.
+        # Anything may be beyond the length, and zero times it need not be zero.
         values = jnp.where(slot < rest, value[...], jnp.zeros((), value.dtype))
         take_in(_product(rows, key[...], 1), seen=live, value=values, axis=slot_axis)
 

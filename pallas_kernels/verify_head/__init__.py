@@ -1,4 +1,4 @@
-"""Reduce a model's logits to what a replayable draw reads of them, without storing the logits."""
+"""Reduce a model's logits to the inputs of a replayable draw, without storing the logits."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Reduce logits to `Parts` on Hopper (Mosaic GPU): they never leave registers.
 
 The head streams through shared memory. A warpgroup sees 64 nodes' logits of one block of 256 tokens
-at a time (`pallas_kernels/hopper.py`), so the block's log-sum-exp and score are had at once. The
-logits of the best block so far lie in the output. Slices of the vocabulary, which thread blocks
-share out, are combined like its shards.
+at a time (`pallas_kernels/hopper.py`), so the block's log-sum-exp and score are computed at once.
+The logits of the best block so far are in the output. Slices of the vocabulary, which thread blocks
+share, are combined like its shards.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class VerifyScratch(NamedTuple):
 
     ring: hopper.Ring
     noise: Any  # [A, WARPGROUP_ROWS] float32, of one block
-    asked: Any  # [A]: a warpgroup's noise is here
+    ready: Any  # [A]: a warpgroup's noise has arrived
 
 
 class RunningBest(NamedTuple):
-    """Hold what the blocks so far have come to, at each node: [WARPGROUP_ROWS] each."""
+    """Hold the running results at each node: [WARPGROUP_ROWS] each."""
 
     top: Array  # the largest logit
     total: Array  # sum of exp(logit - top)
@@ -59,8 +59,8 @@ def verify_head(
     """Compute `reference.verify_head` in bfloat16, without [R, V] in device memory; same shapes.
 
     A draw differs from the reference's only where rounding decides: logits are summed in another
-    order. Raises ValueError for another dtype, and for a width or a head of no whole tiles of 8 x
-    64. `interpret` needs jax 0.12.
+    order. Raises ValueError for another dtype, and for a width or a head that is not whole tiles of
+    8 x 64. `interpret` needs jax 0.12.
     """
     check(hidden, head, noise, temperature, tied=tied)
     if hidden.dtype != jnp.bfloat16:
@@ -102,7 +102,7 @@ def _kernel(plan: ProductPlan, interpret: bool) -> Callable:
         scratch_types=VerifyScratch(
             ring=hopper.ring(plan),
             noise=plgpu.SMEM((plan.warpgroups, WARPGROUP_ROWS), jnp.float32),
-            asked=plgpu.Barrier(num_barriers=plan.warpgroups),
+            ready=plgpu.Barrier(num_barriers=plan.warpgroups),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=hopper.interpretation(interpret),
@@ -120,20 +120,20 @@ def _stream(
     known = vocab[0]
     divisor = hopper.load(temperature.at[mine.rows])
     greedy = divisor == 0
-    # One division a row: a product is what the reference has, too.
+    # One division per row: the reference multiplies, too.
     scale = 1 / jnp.where(greedy, 1.0, divisor)
 
     def visit(block: Array, logits: Callable[[], Array], running: RunningBest) -> RunningBest:
-        """Take in one block, of which the tokens that count."""
+        """Add one block, with its valid tokens."""
         plgpu.copy_gmem_to_smem(
-            noise.at[block, mine.rows], scratch.noise.at[mine.me], scratch.asked.at[mine.me]
+            noise.at[block, mine.rows], scratch.noise.at[mine.me], scratch.ready.at[mine.me]
         )
-        found = logits()
-        found = found * across(scale, found.shape)
-        found = jnp.where(hopper.columns(found.shape) < known - block * BLOCK, found, -jnp.inf)
+        z = logits()
+        z = z * across(scale, z.shape)
+        z = jnp.where(hopper.columns(z.shape) < known - block * BLOCK, z, -jnp.inf)
         kept = inside.at[mine.part, mine.rows]
         return _update(
-            scratch, mine.me, inside=kept, block=block, z=found, greedy=greedy, running=running
+            scratch, mine.me, inside=kept, block=block, z=z, greedy=greedy, running=running
         )
 
     nothing = RunningBest(
@@ -158,21 +158,21 @@ def _update(
     greedy: Array,
     running: RunningBest,
 ) -> RunningBest:
-    """Take in one block's tempered logits z [WARPGROUP_ROWS, 256].
+    """Add one block's tempered logits z [WARPGROUP_ROWS, 256].
 
-    They replace `inside`, of the same shape, at nodes where they score best: by their peak at
-    those that are greedy [WARPGROUP_ROWS].
+    They replace `inside`, of the same shape, at nodes where they score best: by their peak at those
+    that are greedy [WARPGROUP_ROWS].
     """
     peak = jnp.max(z, axis=1)
     top = jnp.maximum(running.top, peak)
     local = jnp.maximum(peak, LOWEST)
     mass = jnp.sum(jnp.exp(z - across(local, z.shape)), axis=1)
-    plgpu.barrier_wait(scratch.asked.at[me])
+    plgpu.barrier_wait(scratch.ready.at[me])
     noisy = local + jnp.log(mass) + plgpu.layout_cast(scratch.noise[me], ROWWISE)
     score = jnp.where(greedy, peak, noisy)
     kept = (running.score >= score) & (running.block >= 0)
 
-    # Each thread reads only what it has written itself.
+    # Each thread reads only its own writes.
     for start in range(0, BLOCK, STRIP):
         strip = inside.at[:, pl.ds(start, STRIP)]
         old = hopper.load(strip, plgpu.Layout.WGMMA)

@@ -1,9 +1,9 @@
-"""Compute what a replayable draw needs of the logits at each node, in plain JAX.
+"""Compute the inputs of a replayable draw from the logits at each node, in plain JAX.
 
-This is the meaning of the kernels, and the path on any other hardware.
+This defines the kernels, and is the path on any other hardware.
 
 The draw first picks a block of 256 consecutive token ids by log-sum-exp + noise, then a token
-inside it. The first half needs the whole vocabulary and ends in `Parts`, 256 logits a node; the
+inside it. The first half needs the whole vocabulary and ends in `Parts`, 256 logits per node; the
 second needs `Parts` only. So the first half can stream over the vocabulary, on one device or on
 several.
 """
@@ -22,9 +22,9 @@ from pallas_kernels.shapes import BLOCK
 
 
 class Parts(NamedTuple):
-    """Hold what is left of logits `[..., V]` when a block has been chosen.
+    """Hold the reduced logits `[..., V]` after a block has been chosen.
 
-    It is all that the rest of the draw reads.
+    The rest of the draw reads nothing else.
     """
 
     normaliser: Array  # [...] float32, log-sum-exp of the tempered logits
@@ -44,16 +44,16 @@ def verify_head(
 ) -> Parts:
     """Compute the `Parts` of `hidden @ head / temperature` at each of R = B * (N+1) nodes.
 
-    hidden [R, M]; head [M, V], or [V, M] where it is `tied` to the embedding; both of one dtype,
-    bfloat16 or float32 (then in the highest precision). noise [R, ceil(V/256)] float32 is added to
-    each block's log-sum-exp, which makes its score. temperature [R] float32; where it is 0, logits
-    are not divided, and a block's score is its largest logit.
+    hidden [R, M]; head [M, V], or [V, M] if `tied` to the embedding; both of one dtype, bfloat16 or
+    float32 (then in the highest precision). noise [R, ceil(V/256)] float32 is added to each block's
+    log-sum-exp, which makes its score. temperature [R] float32; if it is 0, logits are not divided,
+    and a block's score is its largest logit.
 
-    `vocab` is how many of the head's tokens count, the others being there to make a share of whole
-    blocks; None: all.
+    `vocab` is the number of valid tokens of the head, whose rest pads it to whole blocks; None:
+    all.
 
     The distribution is not truncated: top-k and top-p need all logits of a node at once, so callers
-    that are asked for them keep the logits and draw from those.
+    with truncation keep the logits and draw from those.
     """
     check(hidden, head, noise, temperature, tied=tied)
     precision = lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
@@ -67,7 +67,7 @@ def verify_head(
 
 
 def check(hidden: Array, head: Array, noise: Array, temperature: Array, *, tied: bool) -> None:
-    """Assert the ranks, shapes and dtypes that every implementation of `verify_head` takes."""
+    """Assert the ranks, shapes and dtypes of every implementation of `verify_head`."""
     check_ranks([hidden, head], [2, 2])
     assert head.dtype == hidden.dtype, f"The head is {head.dtype}, hidden states {hidden.dtype}."
     width = head.shape[1 if tied else 0]
@@ -82,17 +82,17 @@ def check(hidden: Array, head: Array, noise: Array, temperature: Array, *, tied:
 def tempered(logits: Array, temperature: ArrayLike) -> Array:
     """Return logits `[..., V]` divided by their temperature `[...]`, float32.
 
-    Where that is 0, they stay as they are.
+    At 0 they stay unchanged.
     """
     divisor = jnp.asarray(temperature, jnp.float32)[..., None]
-    # XLA makes the same product of a division by a constant.
+    # XLA turns a division by a constant into the same product.
     return logits.astype(jnp.float32) * (1 / jnp.where(divisor == 0, 1.0, divisor))
 
 
 def parts_of(z: Array, noise: Array, temperature: ArrayLike) -> Parts:
     """Compute the `Parts` of tempered logits z `[..., V]` float32.
 
-    The block noise is `[..., ceil(V/256)]` and counts where the temperature `[...]` is above 0.
+    The block noise is `[..., ceil(V/256)]` and is used if the temperature `[...]` is above 0.
     """
     mass = jax.nn.logsumexp(blocks(z), -1)
     greedy = jnp.asarray(temperature)[..., None] == 0
@@ -104,7 +104,7 @@ def parts_of(z: Array, noise: Array, temperature: ArrayLike) -> Parts:
 
 
 def blocks(z: Array) -> Array:
-    """Return z `[..., V]` as `[..., blocks, 256]`, filled with -inf.
+    """Return z `[..., V]` as `[..., blocks, 256]`, padded with -inf.
 
     So the ids of a block never depend on V.
     """
@@ -118,7 +118,7 @@ def inside(z: Array, chosen: Array) -> Array:
 
     They are -inf past V.
     """
-    # Read from z: a second reader of the padded blocks would make XLA write them out, five times
+    # Read from z: a second reader of the padded blocks would make XLA materialise them, five times
     # slower.
     ids = chosen[..., None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
     flat = jnp.minimum(ids, z.shape[-1] - 1).reshape(*chosen.shape[:-1], -1)
@@ -131,13 +131,13 @@ def combine(parts: Parts, axis_name: str, offset: Array | int) -> Parts:
     """Combine the `Parts` of a vocabulary's shards over a mesh axis, inside `shard_map`.
 
     A shard holds whole blocks, the first of which is block `offset` of the vocabulary; its noise is
-    of those blocks. Three numbers a node and one block of logits cross the axis; the result is the
-    same on every device.
+    of those blocks. Three numbers per node and one block of logits cross the axis; the result is
+    the same on every device.
     """
     check_ranks([parts.normaliser, parts.inside], [parts.score.ndim, parts.score.ndim + 1])
     # Exact: there are fewer than 2**24.
     block = (parts.block + offset).astype(jnp.float32)
-    # One array, for one crossing: several would wait for each other, and each costs its latency.
+    # One array, for one transfer: each has its latency, and they would run one after another.
     packed = jnp.concatenate(
         [jnp.stack([parts.normaliser, parts.score, block], -1), parts.inside], -1
     )

@@ -1,6 +1,6 @@
 """Reduce logits to `Parts` on TPUs (Mosaic): the head streams through VMEM, logits never leave it.
 
-Grid: spans of the vocabulary, which a chip's cores share out, x row tiles x vocabulary tiles. A
+Grid: spans of the vocabulary, divided between a chip's cores, x row tiles x vocabulary tiles. A
 tile of hidden states stays while all tiles of the head pass: as long as the rows fit, the head is
 read once. Its logits are made for a chunk of the rows at a time. Each block of 256 tokens becomes
 one lane of a vector of 128 blocks: peak, log-sum-exp and score; the logits of the best block so far
@@ -23,21 +23,21 @@ from pallas_kernels.verify_head.reference import Parts, check, combine
 
 # A chip of v4 or v5p has two cores, and divides an axis that is "parallel" between them.
 SPANS = 2
-# 600 rows already are bound by arithmetic, not by reading the head, on every chip.
+# 600 rows already are compute-bound, not bound by reading the head, on every chip.
 MOST_ROWS = 1024
-# The logits of at most so many rows exist at one time.
+# Most rows whose logits exist at a time.
 MOST_CHUNK = 256
-# A tile of hidden states takes at most so many bytes.
+# Most bytes of a tile of hidden states.
 HIDDEN_BYTES = 16 << 20
-# A tile of the head takes at most so many bytes, in each of its two buffers.
+# Most bytes of a tile of the head, in each of its two buffers.
 HEAD_BYTES = 8 << 20
 
 
 class Tiles(NamedTuple):
-    """Say how the work is cut; static."""
+    """Hold the sizes of a cut of the work; static."""
 
     rows: int  # of a row tile, a multiple of `chunk`
-    chunk: int  # rows whose logits exist at one time
+    chunk: int  # rows whose logits exist at a time
     blocks: int  # of 256 tokens in a vocabulary tile; divides 128
     steps: int  # vocabulary tiles in a span
 
@@ -63,7 +63,7 @@ def verify_head(
     (rows, width) = hidden.shape
     held = head.shape[0 if tied else 1]
     if tied and width % LANES:
-        # So XLA stores it, to save padding: a kernel that wants [V, M] makes it copy.
+        # XLA stores it so to save padding: a kernel for [V, M] would make it copy.
         head = head.T
         tied = False
     cut = _tiles(rows, width, held, itemsize=hidden.dtype.itemsize)
@@ -100,7 +100,7 @@ def verify_head(
 
 
 def _tiles(rows: int, width: int, vocab: int, *, itemsize: int) -> Tiles:
-    """Cut hidden [rows, width] and a head of `vocab` columns, `itemsize` bytes an entry."""
+    """Cut hidden [rows, width] and a head of `vocab` columns, `itemsize` bytes per entry."""
     row = width * itemsize
     block = BLOCK * width * itemsize
     blocks = max(
@@ -116,11 +116,11 @@ def _tiles(rows: int, width: int, vocab: int, *, itemsize: int) -> Tiles:
 def _specs(
     cut: Tiles, width: int, vocab: int, *, tied: bool
 ) -> tuple[list[pl.BlockSpec], list[pl.BlockSpec]]:
-    """Describe what a step reads and writes, on the grid of spans, row tiles and vocabulary tiles.
+    """Describe a step's inputs and outputs, on the grid of spans, row tiles and vocabulary tiles.
 
-    Temperatures and hidden states are read once a span and row tile, the head at every step, noise
-    once in 128 blocks. Log-sum-exps leave 128 blocks at a time; score, block and its logits when a
-    span and row tile is done.
+    Temperatures and hidden states are read once per span and row tile, the head at every step,
+    noise once in 128 blocks. Log-sum-exps leave 128 blocks at a time; score, block and its logits
+    when a span and row tile is done.
     """
     tokens = cut.blocks * BLOCK
     last = pl.cdiv(vocab, tokens) - 1
@@ -162,7 +162,7 @@ def _kernel(
     cut: Tiles,
     tied: bool,
 ) -> None:
-    """Take one vocabulary tile against one row tile, chunk by chunk."""
+    """Process one vocabulary tile against one row tile, chunk by chunk."""
     step = pl.program_id(2)
     tile = pl.program_id(0) * cut.steps + step
     # The lane of this tile's first block.
@@ -184,7 +184,7 @@ def _kernel(
 
     @pl.loop(0, cut.rows // cut.chunk)
     def take_chunk(index: Array) -> None:
-        """Make the logits of one chunk of the rows, and take in their blocks."""
+        """Make the logits of one chunk of the rows, and add their blocks."""
         rows = pl.ds(index * cut.chunk, cut.chunk)
         z = lax.dot_general(
             hidden[rows, :],
@@ -195,9 +195,9 @@ def _kernel(
         )
         divisor = temperature[rows, :]
         greedy = divisor == 0
-        # One division a row: a product is what the reference has, too.
+        # One division per row: the reference multiplies, too.
         z = z * (1 / jnp.where(greedy, 1.0, divisor))
-        # What is read past the vocabulary means nothing.
+        # Values past the vocabulary are meaningless.
         known = vocab[0]
         token = lax.broadcasted_iota(jnp.int32, z.shape, 1)
         z = jnp.where(token < known - tile * z.shape[1], z, -jnp.inf)
@@ -221,7 +221,7 @@ def _block_sums(pieces: list[tuple[Array, Array]]) -> tuple[Array, Array]:
     sums = jnp.zeros(lanes.shape, jnp.float32)
     for lane, z in pieces:
         peak = jnp.max(z, axis=1, keepdims=True)
-        # An empty block keeps its -inf: minus infinity less itself would be no number.
+        # An empty block keeps its -inf: subtracting it from itself would give NaN.
         total = jnp.sum(jnp.exp(z - jnp.where(peak == -jnp.inf, 0.0, peak)), axis=1, keepdims=True)
         peaks = jnp.where(lanes == lane, peak, peaks)
         sums = jnp.where(lanes == lane, total, sums)
@@ -236,9 +236,9 @@ def _keep_better(
     best: tuple[Ref, Ref, Ref],
     rows: Any,
 ) -> None:
-    """Let the tile's best block replace the best so far where its score is larger.
+    """Let the tile's best block replace the best so far if its score is larger.
 
-    Of equal ones the first stays. scores [rows, 128] of the blocks from `first` on, -inf but for
+    Of equal ones the first stays. scores [rows, 128] of the blocks from `first` on, -inf except for
     the tile's own; best: score, block and its logits, at these rows (a pl.Slice).
     """
     score, block, inside = best

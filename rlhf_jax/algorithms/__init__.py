@@ -1,1 +1,1 @@
-"""What a run may learn, a file each: who scores, how rewards become columns, and the losses."""
+"""Define the algorithms, one file each: scorers, columns made of rewards, losses."""

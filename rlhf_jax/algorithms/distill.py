@@ -1,4 +1,4 @@
-"""Distillation: a student learns to draft for the policy, which stays as it is."""
+"""Distillation: a student learns to draft for the policy, which is not trained."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlhf_jax.training.distill import DISTILLATION
 
 
 def check(config: Config) -> None:
-    """Raise ValueError where no student can learn, or what stays as it is would be evaluated."""
+    """Raise ValueError if no student can be trained, or if the fixed policy would be evaluated."""
     require_positive(config, "drafter.layers", "drafter.learning_rate")
     require(
         not config.evaluation.every,

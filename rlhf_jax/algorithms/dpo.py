@@ -1,4 +1,4 @@
-"""DPO and its kin: a policy learns from pairs of answers, of which people prefer one."""
+"""DPO and related losses: a policy learns from pairs of answers, of which people prefer one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhf_jax.training.kinds import GroupLoss, GroupTerms, Share
 
 @dataclasses.dataclass(frozen=True)
 class DPOOptions:
-    """Hold what is made of a pair."""
+    """Hold the options of the pair loss."""
 
     loss: str = option(
         "dpo",
@@ -24,7 +24,9 @@ class DPOOptions:
     )
     beta: float = option(0.1, "weight of a nat in the loss", require_positive)
     label_smoothing: float = option(
-        0.0, "share of labels that are taken to be wrong, for cdpo and robust", require_not_negative
+        0.0,
+        "share of labels that are assumed to be wrong, for cdpo and robust",
+        require_not_negative,
     )
     margin: float = option(
         0.5, "by which simpo wants the chosen answer to be ahead", require_not_negative
@@ -35,12 +37,12 @@ def preferred(terms: GroupTerms) -> Share:
     """Compute the loss of each pair [S, R], and metrics.
 
     `preference/accuracy` is the share of pairs whose chosen answer gained more, against the
-    reference where there is one; `preference/margin` how much more, in nats; `chosen/...` and
+    reference if there is one; `preference/margin` how much more, in nats; `chosen/...` and
     `rejected/...` are nats of the sequences.
     """
     options = terms.settings.options
     signs = terms.column("preference")
-    assert signs is not None, "Pairs say which answer is chosen."
+    assert signs is not None, "Pairs have the column `preference`."
     reference = terms.column("reference_logprobs")
     tokens = terms.per_sequence(jnp.ones_like(terms.scores))
     policy = terms.per_sequence(terms.scores)
@@ -54,7 +56,7 @@ def preferred(terms: GroupTerms) -> Share:
         rejected[0],
         reference_chosen=chosen[1],
         reference_rejected=rejected[1],
-        # where a line has no group there is no token to divide by
+        # padding slots of a line have no group, hence no token to divide by
         chosen_tokens=jnp.maximum(chosen[2], 1.0),
         rejected_tokens=jnp.maximum(rejected[2], 1.0),
     )
@@ -71,12 +73,12 @@ def preferred(terms: GroupTerms) -> Share:
 
 
 def scores(config: Config) -> tuple[str, ...]:
-    """Return the reference, where the loss reads one."""
+    """Return the reference if the loss reads one."""
     return () if config.algorithm.loss in WITHOUT_REFERENCE else ("reference",)
 
 
 def check(config: Config) -> None:
-    """Check that smoothed labels are read, and are not as good as turned round."""
+    """Check that label smoothing is below 0.5 and is set only for losses that read it."""
     options = config.algorithm
     smoothed = options.loss in ("cdpo", "robust")
     require(
@@ -86,12 +88,13 @@ def check(config: Config) -> None:
     )
     require(
         options.label_smoothing < 0.5,
-        f"algorithm.label_smoothing is {options.label_smoothing}; from 0.5 on labels say nothing.",
+        f"algorithm.label_smoothing is {options.label_smoothing}; from 0.5 on labels carry no"
+        " information.",
     )
 
 
 def title(config: Config) -> str:
-    """Name the algorithm that the loss makes it: "DPO"."""
+    """Return the title of the algorithm, by its loss: "DPO"."""
     loss = str(config.algorithm.loss)
     return {"cdpo": "conservative DPO", "robust": "robust DPO"}.get(loss, loss.upper())
 

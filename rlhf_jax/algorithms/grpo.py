@@ -1,4 +1,4 @@
-"""GRPO and its kin: a policy that learns from rewards, by advantages and a clipped ratio."""
+"""GRPO and related algorithms: a policy learns from rewards, by advantages and a clipped ratio."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from rlhf_jax.types import Array
 
 @dataclasses.dataclass(frozen=True)
 class GRPOOptions:
-    """Hold how rewards become advantages, and what a token's gradient comes from."""
+    """Hold the options of the advantages and of the policy's loss."""
 
     estimator: str = option(
         "",
@@ -61,10 +61,10 @@ class GRPOOptions:
 def policy_gradient(terms: TokenTerms) -> Share:
     """Compute the policy's loss + KL penalty - entropy bonus of each token [S, W], and metrics.
 
-    The options' loss gives the policy's. The penalty is kl_weight * kl_estimator(policy,
-    reference), the bonus entropy_coefficient * entropy. The policy's log-probs now are the old
-    ones, too, where the batch has none. `kl/mean` is to the reference, `kl/old` is KL(old || now),
-    both in nats by k3; `reference/nats` is what a token costs the reference.
+    `options.loss` selects the policy's loss. The penalty is kl_weight * kl_estimator(policy,
+    reference), the bonus entropy_coefficient * entropy. Without old log-probs in the batch, the
+    current ones are used. `kl/mean` is to the reference, `kl/old` is KL(old || now), both in nats
+    by k3; `reference/nats` is the reference's mean negative log-prob of a token.
     """
     batch = terms.batch
     settings = terms.settings
@@ -74,7 +74,7 @@ def policy_gradient(terms: TokenTerms) -> Share:
     old = jax.lax.stop_gradient(now) if scored is None else scored
     reference = terms.column("reference_logprobs")
     reference = old if reference is None else reference
-    own = LossTerms(
+    terms_of_loss = LossTerms(
         now,
         old,
         batch.columns["advantages"],
@@ -85,8 +85,8 @@ def policy_gradient(terms: TokenTerms) -> Share:
         clip_high=settings.clip_high,
     )
     options = GRPOOptions() if settings.options is None else settings.options
-    losses = jnp.where(mask, LOSSES[options.loss](own), 0.0)
-    ratios = own.ratios
+    losses = jnp.where(mask, LOSSES[options.loss](terms_of_loss), 0.0)
+    ratios = terms_of_loss.ratios
     outside = (ratios < 1.0 - settings.clip_low) | (ratios > 1.0 + settings.clip_high)
     means = {
         "loss/policy": losses,
@@ -113,7 +113,7 @@ def policy_gradient(terms: TokenTerms) -> Share:
 
 
 def _measured_by_inference(terms: TokenTerms, reference: Array) -> Metrics:
-    """Measure what inference does not where the old log-probs are those of now.
+    """Measure KL and mismatch in the update if inference did not score the policy.
 
     `kl/response` is the KL of a sample to the reference by k1, and `mismatch/...` as of
     `inference.logprobs.mismatch`: both in nats.
@@ -130,9 +130,9 @@ def _measured_by_inference(terms: TokenTerms, reference: Array) -> Metrics:
 
 
 def advantages(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, float]]:
-    """Return scored samples with advantages; what is not trained on is masked out.
+    """Return scored samples with advantages; tokens that are not trained on are masked out.
 
-    The metric is, where log-probs are scored, the KL of a response to the reference, in nats. A KL
+    With scored log-probs, the metric is the KL of a response to the reference, in nats. A KL
     penalty in the reward leaves none for the loss.
     """
     metrics = {}
@@ -152,13 +152,13 @@ def advantages(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, f
             config=settings,
         )
     )
-    found: dict[str, Any] = {"advantages": estimated}
+    added: dict[str, Any] = {"advantages": estimated}
     if returns is not None:
-        found["returns"] = returns
+        added["returns"] = returns
     if settings.kl_in_reward:
-        found["kl_weight"] = np.zeros((), np.float32)
+        added["kl_weight"] = np.zeros((), np.float32)
     metrics |= {} if kl is None else {"kl/response": float(kl)}
-    return dataclasses.replace(batch, mask=mask).with_columns(**found), metrics
+    return dataclasses.replace(batch, mask=mask).with_columns(**added), metrics
 
 
 def without_confident(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, float]]:
@@ -182,10 +182,10 @@ def without_confident(batch: Sequences, config: Config) -> tuple[Sequences, dict
 
 
 def scores(config: Config) -> tuple[str, ...]:
-    """Return the roles that score: a reference that KL is measured from, and the policy.
+    """Return the roles that score: the reference if KL is measured, and the policy if needed.
 
-    An update's own forward pass is enough for the policy where it takes one step on samples of the
-    policy as it is, and no advantage reads the KL to the reference.
+    The policy's scores come from the update's own forward pass if it takes one step on on-policy
+    samples and no advantage reads the KL to the reference.
     """
     training = config.training
     priced = config.kl.coefficient > 0
@@ -195,13 +195,13 @@ def scores(config: Config) -> tuple[str, ...]:
 
 
 def estimator_of(config: Config) -> Estimator:
-    """Return the estimator of advantages that a config asks for, or that its algorithm has."""
-    own = "gae" if "critic" in algorithm_of(config).losses else "grpo"
-    return ESTIMATORS[config.algorithm.estimator or own]
+    """Return the estimator of advantages from the config, or the algorithm's default."""
+    default = "gae" if "critic" in algorithm_of(config).losses else "grpo"
+    return ESTIMATORS[config.algorithm.estimator or default]
 
 
 def advantage_config(config: Config) -> AdvantageConfig:
-    """Settle how rewards become advantages."""
+    """Return the configuration of the advantages."""
     options = config.algorithm
     return AdvantageConfig(
         estimator=options.estimator or estimator_of(config).name,
@@ -219,13 +219,13 @@ def advantage_config(config: Config) -> AdvantageConfig:
 
 
 def aggregate(config: Config) -> str:
-    """Name how losses are summed: as the loss brings it, else the estimator."""
+    """Name how losses are summed: as the loss defines it, else as the estimator does."""
     by_loss = getattr(LOSSES[config.algorithm.loss], "aggregate", "")
     return by_loss or estimator_of(config).aggregate or "token_mean"
 
 
 def check(config: Config) -> None:
-    """Check that the estimator has the samples and the critic that it needs; and what KL costs."""
+    """Check that the estimator has the samples and the critic it needs, and the KL options."""
     ESTIMATORS.require(config.algorithm.estimator or "grpo")
     estimator = estimator_of(config)
     has_critic = "critic" in algorithm_of(config).losses
@@ -249,7 +249,7 @@ def check(config: Config) -> None:
 
 
 def _check_kl(config: Config) -> None:
-    """Check how KL is estimated and paid for, and that its coefficient adapts slowly enough."""
+    """Check the estimator and the place of the KL penalty, and the speed of its adaptation."""
     require_one_of(config, "kl.place", ("loss", "reward"))
     require_one_of(config, "kl.estimator", tuple(KL))
     require_not_negative(config, "kl.coefficient", "kl.target")
@@ -273,7 +273,7 @@ def _check_kl(config: Config) -> None:
 
 
 def title(config: Config) -> str:
-    """Name the algorithm that the estimator makes it: "GRPO"."""
+    """Return the title of the algorithm, by its estimator: "GRPO"."""
     estimator = estimator_of(config)
     return estimator.title or estimator.name
 

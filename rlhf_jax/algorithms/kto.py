@@ -17,7 +17,7 @@ from rlhf_jax.training.kinds import GroupLoss, GroupTerms, Share
 
 @dataclasses.dataclass(frozen=True)
 class KTOOptions:
-    """Hold what is made of an answer's gain."""
+    """Hold the options of the loss."""
 
     beta: float = option(0.1, "weight of a nat in the loss", require_positive)
     desirable_weight: float = option(1.0, "of the loss of desirable answers", require_positive)
@@ -25,7 +25,7 @@ class KTOOptions:
 
 
 def desirable(terms: GroupTerms) -> Share:
-    """Compute the loss of each answer [S, R] by its gain against the reference, and metrics."""
+    """Compute the loss of each answer [S, R] from its gain over the reference, and metrics."""
     options = terms.settings.options
     signs = terms.column("preference")
     reference = terms.column("reference_logprobs")
@@ -44,17 +44,17 @@ def desirable(terms: GroupTerms) -> Share:
 
 
 def baseline(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, float]]:
-    """Return the rows' own answers, and what answers to other prompts have gained on average.
+    """Return the rows' own answers, with the mean gain of mismatched answers as the KL baseline.
 
-    It is the policy's before the update, and 0 at least; no gradient goes through it.
+    The baseline is the policy's before the update, at least 0; no gradient flows through it.
     """
     del config
     columns = batch.columns
     gains = np.where(batch.mask, columns["logprobs"] - columns["reference_logprobs"], 0.0)
     others = np.asarray(columns["preference"]) == 0
     mean = max(0.0, float(gains.sum(axis=1)[others].mean()))
-    own = dataclasses.replace(batch, mask=batch.mask & ~others[:, None])
-    known = own.with_columns(kl_baseline=np.array(mean, np.float32))
+    answers = dataclasses.replace(batch, mask=batch.mask & ~others[:, None])
+    known = answers.with_columns(kl_baseline=np.array(mean, np.float32))
     return known, {"preference/baseline": mean}
 
 

@@ -1,4 +1,4 @@
-"""PPO: the policy of GRPO, and a critic whose values its advantages read."""
+"""PPO: GRPO's policy and a critic, whose values the advantages read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def clipped_values(terms: TokenTerms) -> Share:
 
 
 def advantages(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, float]]:
-    """Return what `grpo.advantages` does, and measure how much of the returns the critic knows."""
+    """Return `grpo.advantages`, with the explained variance of the critic as a metric."""
     prepared, metrics = grpo.advantages(batch, config)
     columns = prepared.columns
     explained = explained_variance(columns["values"], columns["returns"], prepared.mask)

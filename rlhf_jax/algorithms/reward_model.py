@@ -16,7 +16,7 @@ from rlhf_jax.training.kinds import GroupLoss, GroupTerms, Share
 
 @dataclasses.dataclass(frozen=True)
 class RewardModelOptions:
-    """Hold what is asked of a pair's rewards."""
+    """Hold the options of the pair loss."""
 
     margin: float = option(
         0.0, "by which the chosen answer's reward is to be higher", require_not_negative
@@ -27,13 +27,13 @@ class RewardModelOptions:
 
 
 def preferred_reward(terms: GroupTerms) -> Share:
-    """Compute the loss of each pair [S, R] by the rewards at the ends of its texts, and metrics.
+    """Compute the loss of each pair [S, R] from the rewards at the ends of its texts, and metrics.
 
-    The centring is that of Eisenstein et al. 2023.
+    Centring is as in Eisenstein et al. 2023.
     """
     options = terms.settings.options
     signs = terms.column("preference")
-    assert signs is not None, "Pairs say which answer is chosen."
+    assert signs is not None, "Pairs have the column `preference`."
     rewards = terms.at_end(terms.scores)
     chosen, rejected = (
         terms.per_group(jnp.where(side, rewards, 0.0)) for side in (signs > 0, signs < 0)
@@ -51,13 +51,13 @@ def preferred_reward(terms: GroupTerms) -> Share:
 
 
 def whole_texts(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, float]]:
-    """Return texts with the place behind their ends, where a model has read all of them."""
+    """Return texts with one place after their end, where a model has read the whole text."""
     del config
     return batch.past_end(), {}
 
 
 def rate_by_pairs(weights: int) -> float:
-    """Return the learning rate of AdamW for a model of so many weights: 2e-6 at 8 billion.
+    """Return the default learning rate of AdamW by model size: 2e-6 at 8 billion weights.
 
     (Dong et al. 2024, RLHF Workflow.) It is larger for smaller models, up to TRL's 1e-4.
     """

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: a policy learns to write the answers that rows give."""
+"""Supervised fine-tuning: a policy learns to write the answers given in the data."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from rlhf_jax.training.kinds import Share, TokenLoss, TokenTerms
 
 
 def negative_log_likelihood(terms: TokenTerms) -> Share:
-    """Compute what each token [S, W] costs the policy, in nats, and its mean."""
+    """Compute the negative log-prob of each token [S, W], in nats, and its mean."""
     losses = -terms.scores
     return losses, {"loss/policy": terms.mean(losses)}
 
 
 def rate_by_demonstrations(weights: int) -> float:
-    """Return the learning rate of AdamW for any number of weights, as TRL has it."""
+    """Return the default learning rate of AdamW, as in TRL, for any model size."""
     del weights
     return 2e-5
 

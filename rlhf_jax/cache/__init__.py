@@ -1,1 +1,1 @@
-"""Hold what decoding keeps of its rows: keys and values, by kind of cache, and the rest."""
+"""Hold the decoding state of rows: key-value caches of several kinds, and the rest."""

@@ -1,4 +1,4 @@
-"""Define what a kind of key-value cache does; nothing else knows how one lies in memory."""
+"""Define the interface of a key-value cache; only a cache kind knows its memory layout."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rlhf_jax.mesh import ROW_AXES, Layout, OwnSpecs, fitted, row_spec
 from rlhf_jax.runtime.compilation import Execute
 from rlhf_jax.types import Array, ModelConfig
 
-# The mesh axes of [B, G, ...]: key-value heads lie over tensor as those of the weights do.
+# The mesh axes of [B, G, ...]: key-value heads are split over tensor, as in the weights.
 HEADS_SPEC = (ROW_AXES, "tensor", None, None)
 
 
 @struct.dataclass
 class Window(OwnSpecs):
-    """Hold keys and values of W tokens that are in no cache: a round's nodes, or a prompt.
+    """Hold keys and values of W uncommitted tokens: the nodes of a round, or a prompt.
 
-    All kinds of cache share it: per layer k [B, G, D, W] and v [B, G, W, D], in the dtype of the
+    All cache kinds share it: per layer k [B, G, D, W] and v [B, G, W, D], in the dtype of matrix
     products.
     """
 
@@ -36,13 +36,13 @@ class Window(OwnSpecs):
 
 
 class KVCache(OwnSpecs):
-    """Hold the keys and values of a model's committed tokens, some slots for each of B rows.
+    """Hold the keys and values of a model's committed tokens, a fixed number of slots per row.
 
-    A kind is a subclass and a pytree (`flax.struct.dataclass`), by its name in
-    `state.CACHE_KINDS`. The policy's cache and a draft model's are two of one kind. Inside a round
-    a cache is only read: uncommitted tokens live in a `Window`. A kind that rounds what it stores
-    rounds the window alike (`attend`), or drafts would see other keys than plain decoding does. The
-    methods with a body do for kinds whose leaves all begin with the row; others override them.
+    A kind is a subclass and a pytree (`flax.struct.dataclass`), by its name in `state.CACHE_KINDS`.
+    The policy's cache and a draft model's are two of one kind. Inside a round a cache is only read:
+    uncommitted tokens live in a `Window`. A kind that rounds stored entries must round the window
+    alike (`attend`), or drafts would see other keys than plain decoding does. The methods with a
+    body suit kinds whose leaves all begin with the row; others override them.
     """
 
     @classmethod
@@ -57,22 +57,23 @@ class KVCache(OwnSpecs):
 
     @abc.abstractmethod
     def attend(self, length: Array, mask: Array, layout: Layout) -> Callable:
-        """Return the attention of a forward pass over the cache and a window of W tokens.
+        """Return the attention function of a forward pass over the cache and a window of W tokens.
 
         It is the `attend` of `model.transformer.forward`, whose `memory` is that of this cache: Q
         new tokens, the last of the window, see the first length[B] int32 slots and the window's
-        tokens by mask [B, Q, W] bool. What it keeps of all layers is the grown `Window`'s layers.
+        tokens by mask [B, Q, W] bool. The state it returns for all layers is the grown `Window`'s
+        layers.
         """
 
     @abc.abstractmethod
     def memory(self, window: Window | None = None) -> tuple:
-        """Return what `attend` reads, by layer; window: the tokens that came before, if any."""
+        """Return the inputs of `attend` by layer; window: earlier uncommitted tokens, if any."""
 
     @abc.abstractmethod
     def commit(self, window: Window, path: Array, start: Array, layout: Layout) -> Self:
         """Write window entries path [B, J] int32 to slots start[B] int32 onwards, in place.
 
-        All J entries are written, accepted or not: the next round writes the others again.
+        All J entries are written, accepted or not: the next round overwrites the rejected ones.
         """
 
     @abc.abstractmethod
@@ -83,41 +84,41 @@ class KVCache(OwnSpecs):
     def rows_out(self, rows: Array, slots: int) -> KVCache:
         """Return rows [R] int32, cut to `slots`; every leaf begins with the row.
 
-        A row past the end gives zeros, so that devices' parts add up.
+        A row past the end gives zeros, so that the parts of several devices can be summed.
         """
 
     def rows_in(self, rows: Array, new: KVCache) -> Self:
-        """Write what `rows_out` or `prefill` gave to rows [R] int32; one past the end is dropped.
+        """Write the output of `rows_out` or `prefill` to rows [R] int32; drop rows past the end.
 
         new may have fewer slots.
         """
         return jax.tree.map(lambda old, leaf: write_rows(old, rows, leaf), self, new)
 
     def take(self, rows: Array, layout: Layout, execute: Execute) -> Self:
-        """Return a cache of rows [R] int32, in that order, and use this one up."""
+        """Return a cache of rows [R] int32, in that order, and donate this one."""
         return jax.tree.map(
             lambda leaf, spec: take_rows(leaf, rows, layout, execute, spec), self, self.specs()
         )
 
     @property
     def nbytes(self) -> int:
-        """Count the bytes of all its leaves."""
+        """Return the bytes of all leaves."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
 
 def is_cache(part: Any) -> bool:
-    """Say whether a part of a tree is a cache, which moves its rows itself."""
+    """Return whether a part of a tree is a cache, which moves its rows itself."""
     return isinstance(part, KVCache)
 
 
 def take_rows(
     leaf: Any, rows: Array, layout: Layout, execute: Execute, spec: tuple | None = None
 ) -> jax.Array:
-    """Return rows [R] int32 of a row-first leaf, and give the leaf up.
+    """Return rows [R] int32 of a row-first leaf, and donate the leaf.
 
-    So the peak of memory is one leaf more than a tree that is taken leaf by leaf. spec: the mesh
-    axes of its dimensions, where more than the rows is split. The leaf may be a shape, where
-    `execute` runs nothing.
+    Taking a tree leaf by leaf needs the memory of one leaf more at its peak. spec: the mesh axes of
+    its dimensions, if more than the rows is split. The leaf may be a shape if `execute` runs
+    nothing.
     """
     taken = execute(_take, leaf, rows, spec=spec or row_spec(leaf.ndim), layout=layout)
     if isinstance(leaf, jax.Array):
@@ -134,13 +135,13 @@ def _take(leaf: Array, rows: Array, *, spec: tuple, layout: Layout) -> jax.Array
 
 
 def pick_rows(leaf: Array, rows: Array) -> jax.Array:
-    """Return rows [R] int32 of a row-first leaf, zeros for those past its end."""
-    found = jnp.concatenate([jax.lax.dynamic_slice_in_dim(leaf, row, 1) for row in rows])
+    """Return rows [R] int32 of a row-first leaf, with zeros for rows past its end."""
+    picked = jnp.concatenate([jax.lax.dynamic_slice_in_dim(leaf, row, 1) for row in rows])
     here = jnp.expand_dims(rows < len(leaf), range(1, leaf.ndim))
-    return jnp.where(here, found, jnp.zeros((), leaf.dtype))
+    return jnp.where(here, picked, jnp.zeros((), leaf.dtype))
 
 
 def write_rows(old: jax.Array, rows: Array, new: Array) -> jax.Array:
-    """Write new [R, ...] to the front of rows [R] int32; a row past the end is dropped."""
+    """Write new [R, ...] to the front of rows [R] int32; drop rows past the end."""
     place = (rows, *(slice(0, size) for size in new.shape[1:]))
     return old.at[place].set(new, mode="drop")

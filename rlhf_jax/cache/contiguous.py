@@ -1,4 +1,4 @@
-"""Keep keys and values in the order of their slots, as the kernels of decoding read them."""
+"""Keep keys and values in the order of their slots, as the decoding kernels read them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhf_jax.types import Array, ModelConfig
 
 @struct.dataclass
 class ContiguousCache(KVCache):
-    """Hold per layer k [B, G, D, T] and v [B, G, T, D], in the dtype of the products."""
+    """Hold per layer k [B, G, D, T] and v [B, G, T, D], in the dtype of matrix products."""
 
     layers: Cache
 
@@ -82,10 +82,10 @@ def _attend_cached(
     """Attend from Q new tokens to a row's cache and to the window of uncommitted tokens.
 
     query [B, Q, H, D], key and value [B, Q, G, D] are the last Q of the window's W tokens; `memory`
-    is the layer's cache (T slots, of which the first `length[B]` count) and the window before them
-    (`None` when it is empty); mask [B, Q, W] says which tokens of the window a query sees. `attend`
-    is `tree_attention`. Returns out [B, Q, H, D] and the grown window. The cache is only read: what
-    is accepted is committed later.
+    is the layer's cache (T slots, of which the first `length[B]` are valid) and the window before
+    them (`None` if empty); mask [B, Q, W] marks the tokens of the window that a query sees.
+    `attend` is `tree_attention`. Returns out [B, Q, H, D] and the grown window. The cache is only
+    read: accepted entries are committed later.
     """
     chex.assert_rank([query, key, value, length, mask], [4, 4, 4, 1, 3])
     cache, window = memory
@@ -99,18 +99,18 @@ def _attend_cached(
 def attend_prompt(
     query: jax.Array, key: jax.Array, value: jax.Array, memory: None = None, *, attend: Callable
 ) -> tuple[jax.Array, LayerCache]:
-    """Attend causally by `attend`, and keep keys and values as a window has them.
+    """Attend causally by `attend`, and return keys and values in the layout of a window.
 
-    This is for prefill.
+    Used for prefill.
     """
     out, _ = attend(query, key, value, memory)
     return out, window_layout(key, value)
 
 
 def window_layout(key: jax.Array, value: jax.Array) -> LayerCache:
-    """Turn keys and values [B, W, G, D] into (k [B, G, D, W], v [B, G, W, D]).
+    """Transpose keys and values [B, W, G, D] to (k [B, G, D, W], v [B, G, W, D]).
 
-    Both products of attention then read rows.
+    Both products of attention then read contiguous rows.
     """
     return key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3)
 
@@ -118,14 +118,14 @@ def window_layout(key: jax.Array, value: jax.Array) -> LayerCache:
 def _tree_attention(layout: Layout) -> Callable[..., jax.Array]:
     """Return `pallas_kernels.tree_attention.tree_attention` by the chosen implementation.
 
-    Over a mesh each device runs it on its own rows and heads.
+    Over a mesh, each device runs it on its own rows and heads.
     """
     attend = implementation("tree_attention", layout.kernels)
     if layout.kernels.tree_attention == "reference" or layout.mesh is None:
         return attend
 
     def attend_parts(query: Array, cache_k: Array, *others: Array) -> jax.Array:
-        """Attend in each device's own rows and heads."""
+        """Attend over each device's own rows and heads."""
         cache = layout.fit(HEADS_SPEC, cache_k.shape)
         rows, heads = cache[:2]
         new = PartitionSpec(rows, None, heads)

@@ -1,4 +1,4 @@
-"""Hold the rows of samples that are decoded: their cache, and the rest of them, row first."""
+"""Hold the rows of running samples, row first: their caches and all other decoding state."""
 
 from __future__ import annotations
 
@@ -9,30 +9,32 @@ from flax import struct
 
 from rlhf_jax.cache.cache import KVCache, is_cache, pick_rows, write_rows
 from rlhf_jax.cache.contiguous import ContiguousCache
-from rlhf_jax.runtime.extensions import Table
+from rlhf_jax.runtime.extensions import Registry
 from rlhf_jax.types import Array
 
 
-def _no_kind(found: object) -> str:
-    """Say why something is no kind of cache, or ''."""
-    return "" if isinstance(found, type) and issubclass(found, KVCache) else "is no KVCache"
+def _no_kind(candidate: object) -> str:
+    """Return why an object is not a cache kind, or ''."""
+    return "" if isinstance(candidate, type) and issubclass(candidate, KVCache) else "is no KVCache"
 
 
-# Kinds of cache, by the name that a layout has.
-CACHE_KINDS: Table[type[KVCache]] = Table("Layout.cache", _no_kind, {"contiguous": ContiguousCache})
+# Cache kinds, by the name in a layout.
+CACHE_KINDS: Registry[type[KVCache]] = Registry(
+    "Layout.cache", _no_kind, {"contiguous": ContiguousCache}
+)
 
 
 @struct.dataclass
 class DraftState:
-    """Hold what a draft model keeps of each row."""
+    """Hold the state of a draft model, by row."""
 
     cache: KVCache
-    length: jax.Array  # [B] int32, how many cache slots are committed and valid.
+    length: jax.Array  # [B] int32, the number of committed cache slots.
 
 
 @struct.dataclass
 class DecodeState:
-    """Hold running samples, one a row; axis 0 of every leaf but those of caches is the row.
+    """Hold running samples, one per row; axis 0 of every leaf except caches is the row.
 
     `length` counts known tokens. The cache holds the first `length - 1` of them: the last one is
     the root of the next round.
@@ -43,10 +45,9 @@ class DecodeState:
     limit: jax.Array  # [B] int32, the length at which the sample ends.
     done: jax.Array  # [B] bool, whether the sample has ended; also true for empty rows.
     key: jax.Array  # [B, 2] uint32, (seed, sample id): the key of the row's noise.
-    temperature: jax.Array  # [B] float32, that the row's tokens are drawn at; 0: the argmax.
-    history: jax.Array  # [B, E] int32, earlier roll-outs that lookup reads, -1 between and after.
-    # [B, T or 0] int32, the text that the same noise gave before, by position, -1 where there is
-    # none.
+    temperature: jax.Array  # [B] float32, the sampling temperature of the row; 0: argmax.
+    history: jax.Array  # [B, E] int32, earlier roll-outs for lookup; -1 between and after.
+    # [B, T or 0] int32, the earlier text of the same noise, by position; -1 for none.
     earlier: jax.Array
     cache: KVCache
     draft: DraftState | None
@@ -66,9 +67,9 @@ def rows_out(state: DecodeState, rows: Array, slots: int) -> DecodeState:
 
 
 def rows_in(state: DecodeState, rows: Array, new: DecodeState) -> DecodeState:
-    """Write what `rows_out` gave, or rows that begin, to rows [R] int32 of a state.
+    """Write the output of `rows_out`, or new rows, to rows [R] int32 of a state.
 
-    A row past the end is dropped. new may have fewer slots.
+    Rows past the end are dropped. new may have fewer slots.
     """
 
     def put(part, new):

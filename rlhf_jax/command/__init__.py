@@ -1,4 +1,4 @@
-"""The console command `rlhf-jax`: a module for each of its commands, imported when it is called."""
+"""The console command `rlhf-jax`: one module for each subcommand, imported on use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 import importlib
 import sys
 
-# By name: what it does, and whether it takes seconds to begin.
+# By name: its description, and whether it takes seconds to start.
 COMMANDS = {
     "train": ("do the run that a config describes, or go on with it", True),
     "workflow": ("do several runs, each on what those before it left", False),
@@ -22,9 +22,9 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command that the first word names; return its exit code.
+    """Run the subcommand that the first word names; return its exit code.
 
-    A mistake of the user's, a ValueError or OSError of a command, is one sentence on stderr.
+    A mistake of the user (ValueError or OSError) becomes one sentence on stderr.
     """
     words = sys.argv[1:] if argv is None else argv
     if not words or words[0] in ("-h", "--help"):
@@ -50,4 +50,6 @@ def main(argv: list[str] | None = None) -> int:
 def usage() -> str:
     """Return the help of the command."""
     lines = [f"  {name:10}{words}" for name, (words, _) in COMMANDS.items()]
-    return "\n".join(["usage: rlhf-jax COMMAND ...", "", *lines, "", "COMMAND --help says more."])
+    return "\n".join(
+        ["usage: rlhf-jax COMMAND ...", "", *lines, "", "COMMAND --help shows its options."]
+    )

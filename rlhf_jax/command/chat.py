@@ -2,8 +2,8 @@
 
     rlhf-jax chat runs/quickstart [--system "Be brief."] [--say "A question"]
 
-Without --say it asks for one message after the other, and remembers all of them; an empty line ends
-it. What is remembered of the conversation ends where the model's context does.
+Without --say it reads one message after the other; an empty line ends it. The conversation may be
+as long as the model's context.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--temperature", type=float, default=0.0, help=likeliest)
     parser.add_argument("--tokens", type=int, default=256, help=f"of an answer at most{by_default}")
     parser.add_argument("--seed", type=int, default=0, help=f"of the draws{by_default}")
-    asked = parser.parse_args(argv[1:])
-    if asked.tokens < 1:
-        raise ValueError(f"--tokens is {asked.tokens}; an answer needs 1 or more.")
-    place = Path(asked.model).expanduser()
+    options = parser.parse_args(argv[1:])
+    if options.tokens < 1:
+        raise ValueError(f"--tokens is {options.tokens}; an answer needs 1 or more.")
+    place = Path(options.model).expanduser()
     has_policy = (place / "policy").is_dir()
     if place.is_dir() and not has_policy and not any(place.glob("*.safetensors")):
         raise FileNotFoundError(
@@ -55,10 +55,10 @@ def main(argv: list[str]) -> int:
             " checkpoint."
         )
     print("loading the model ...", file=sys.stderr, flush=True)
-    source = open_source(str(place / "policy") if has_policy else asked.model)
-    chat: list[Message] = [{"role": "system", "content": asked.system}] if asked.system else []
-    says = iter(asked.say) if asked.say else _lines()
-    for answer in answers(source, says, chat, asked.temperature, asked.tokens, asked.seed):
+    source = open_source(str(place / "policy") if has_policy else options.model)
+    chat: list[Message] = [{"role": "system", "content": options.system}] if options.system else []
+    says = iter(options.say) if options.say else _lines()
+    for answer in answers(source, says, chat, options.temperature, options.tokens, options.seed):
         print(answer, flush=True)
     return 0
 
@@ -71,9 +71,9 @@ def answers(
     most_tokens: int,
     seed: int,
 ) -> Iterator[str]:
-    """Yield the answer to each message; `chat` holds what comes before, and grows.
+    """Yield the answer to each message; `chat` holds the conversation so far and grows.
 
-    Raises ValueError, in one sentence, for a conversation that the context has no room for.
+    Raises ValueError, in one sentence, if the context has no room for the conversation.
     """
     context = min(MOST_CONTEXT, source.config.max_context)
     on_cpu = jax.devices()[0].platform == "cpu"
@@ -82,8 +82,8 @@ def answers(
     decoding = GenerationConfig(
         Sampling(temperature), (PLAIN,), source.stop_tokens, 1, max_length=context, seed=seed
     )
-    for number, said in enumerate(says):
-        chat.append({"role": "user", "content": said})
+    for number, text in enumerate(says):
+        chat.append({"role": "user", "content": text})
         prompt = np.array(source.tokenizer.encode_chat(chat), np.int32)
         room = min(most_tokens, context - len(prompt))
         if room < 1:
@@ -101,7 +101,7 @@ def answers(
 
 
 def _lines() -> Iterator[str]:
-    """Yield what is typed, or comes through a pipe, up to an empty line."""
+    """Yield lines from the terminal or a pipe, up to an empty line."""
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline().strip()

@@ -1,4 +1,4 @@
-"""Compare runs: what configs and own code differ in, last figures, where their texts part."""
+"""Compare runs: differences of configs and own code, last metrics, the first differing step."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog=argv[0], description=__doc__)
     parser.add_argument("workdirs", nargs="+", metavar="WORKDIR", help="of each run")
     parser.add_argument("--out", type=Path, default=Path("comparison.html"), help="the page")
-    asked = parser.parse_args(argv[1:])
-    if len(asked.workdirs) < 2:
+    options = parser.parse_args(argv[1:])
+    if len(options.workdirs) < 2:
         parser.error("name two runs or more")
-    replaced = asked.out.exists()
-    found = write_comparison(asked.workdirs, asked.out)
-    for key, values in found.differences:
+    replaced = options.out.exists()
+    comparison = write_comparison(options.workdirs, options.out)
+    for key, values in comparison.differences:
         print(f"{key}: {' | '.join(map(str, values))}")
-    print(found.configs)
-    console.table(["last figures", *found.names], found.figures)
+    print(comparison.configs)
+    console.table(["last figures", *comparison.names], comparison.figures)
     print(SMOOTHED)
-    print(found.texts)
+    print(comparison.texts)
     old = ", in place of the file that was there" if replaced else ""
-    print(f"Their curves and samples are in {asked.out}{old}.")
+    print(f"Their curves and samples are in {options.out}{old}.")
     return 0

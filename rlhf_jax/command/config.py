@@ -1,4 +1,4 @@
-"""Print the keys of a config: their defaults, types, and what they mean."""
+"""Print the keys of a config with their defaults, types and meanings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Key(NamedTuple):
 def keys(algorithm: str = "grpo") -> list[Key]:
     """Return every key in the order of the schema, with the options of an algorithm.
 
-    The schema is read for its comments. ValueError where there is no such algorithm.
+    The meanings are the comments of the schema. ValueError if there is no such algorithm.
     """
     comments = _comments(inspect.getsource(schema))
     for field in named(algorithm).fields():
@@ -51,16 +51,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--algorithm", default="grpo", help="whose options are keys, too: a name, or FILE.py:NAME"
     )
-    asked = parser.parse_args(argv[1:])
-    pattern = asked.pattern
-    known = keys(asked.algorithm)
-    found = [key for key in known if fnmatch.fnmatch(key.name, pattern)]
-    found = found or [key for key in known if pattern in key.name]
-    for key in found:
+    options = parser.parse_args(argv[1:])
+    pattern = options.pattern
+    known = keys(options.algorithm)
+    matches = [key for key in known if fnmatch.fnmatch(key.name, pattern)]
+    matches = matches or [key for key in known if pattern in key.name]
+    for key in matches:
         default = key.default.to_dict() if isinstance(key.default, schema.Config) else key.default
         print(f"{key.name} = {default!r}  ({type(default).__name__})")
         print(f"    {key.comment}")
-    if not found:
+    if not matches:
         near = difflib.get_close_matches(pattern, [key.name for key in known], cutoff=0.4)
         hint = f"; near it are {', '.join(near)}" if near else ""
         parser.error(f"no key is like {pattern!r}{hint}")
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
 
 def _comments(source: str) -> dict[str, str]:
     """Return the comment above each key of the table of defaults, by dotted name."""
-    found = {}
+    comments = {}
     above: list[str] = []
     section = ""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -81,10 +81,10 @@ def _comments(source: str) -> dict[str, str]:
             if match[2]:
                 section = f"{match[1]}."
             else:
-                found[section + match[1]] = " ".join(above)
+                comments[section + match[1]] = " ".join(above)
             above = []
         elif token.line.strip() == "},":
             section = ""
-        elif token.type == tokenize.NAME:  # what stood above is of other lines
+        elif token.type == tokenize.NAME:  # the comment above belongs to other lines
             above = []
-    return found
+    return comments

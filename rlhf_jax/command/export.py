@@ -42,12 +42,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights"
     )
-    asked = parser.parse_args(argv[1:])
-    name = "drafter" if asked.drafter else "policy"
-    if is_remote(asked.workdir) and asked.out is None:
-        raise ValueError(f"{asked.workdir} is a URL: say where to write by --out FOLDER.")
-    workdir = fetched(asked.workdir, checkpoints=True)
-    out = export(workdir, asked.step, asked.out, name, asked.dtype)
+    options = parser.parse_args(argv[1:])
+    name = "drafter" if options.drafter else "policy"
+    if is_remote(options.workdir) and options.out is None:
+        raise ValueError(f"{options.workdir} is a URL: give the output folder by --out FOLDER.")
+    workdir = fetched(options.workdir, checkpoints=True)
+    out = export(workdir, options.step, options.out, name, options.dtype)
     print(f"The {name} is in {out}.")
     return 0
 
@@ -57,9 +57,8 @@ def export(
 ) -> Path:
     """Write the 'policy' or its 'drafter' as a Hugging Face folder, and return the folder.
 
-    It has weights in `dtype`, and the tokenizer and stop tokens of the model that the run began
-    with. Raises ValueError or OSError in one sentence where there is no such run, model or
-    checkpoint.
+    Weights have dtype `dtype`; tokenizer and stop tokens are those of the model that the run began
+    with. Raises ValueError or OSError in one sentence if there is no such run, model or checkpoint.
     """
     source = open_source(configured(workdir, "model", "path"))
     layers = configured(workdir, "drafter", "layers") if name == "drafter" else 0
@@ -94,9 +93,9 @@ def configured(workdir: Path, section: str, key: str) -> Any:
 
 
 def policy_template(config: ModelConfig, layers: int = 0) -> dict[str, dict[str, Model]]:
-    """Return the shapes of the policy and, with `layers`, its student, in the host's memory.
+    """Return the shapes of the policy and, with `layers`, its student, placed in host memory.
 
-    One accelerator may be too small for their float32.
+    A single accelerator may be too small for the float32 weights.
     """
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     policy: Model = jax.eval_shape(lambda: transformer.init(jax.random.key(0), config, jnp.float32))

@@ -1,4 +1,4 @@
-"""Print what a run needs on devices that need not be here: memory, tokens, predicted seconds.
+"""Print the needs of a run on devices that may be absent: memory, tokens, predicted seconds.
 
     rlhf-jax plan CONFIG --devices v5p:2x2x1 [--config.any.key=value ...]
     rlhf-jax plan CONFIG --devices v5p:4x4x4 --search --verify --out plan.json
@@ -6,13 +6,12 @@
     rlhf-jax plan CONFIG --devices gpu:8:h100 --lengths lognormal:900:1.3:16384
 
 Neither weights nor prompts are read: shapes come from a config.json, or from a table of published
-models by their names. Seconds are by formula, call by call, for responses of full length. A search
-compares the config's plan and the presets with the best plan of calls that there is, and proves it;
-it also says what changes if a chip's usual shares are others. Beside plan.json it draws plan.svg.
-With --verify the programs of the plan that was found, or else of the config's, are compiled for the
-devices that are named: their memory, FLOPs and bytes that chips receive stand beside the formulas'.
-With --lengths a stage of generation is simulated, to say what moving samples between slices is
-worth.
+models by name. Seconds are by formula, call by call, for responses of full length. A search
+compares the config's plan and the presets with the best possible plan of calls, and proves it; it
+also shows the effect of other efficiencies of the chip. It writes plan.svg next to plan.json. With
+--verify the programs of the found plan, or else of the config's, are compiled for the named
+devices: their memory, FLOPs and received bytes are printed next to the formulas'. With --lengths a
+stage of generation is simulated, to measure the gain of moving samples between slices.
 """
 
 from __future__ import annotations
@@ -40,29 +39,29 @@ from rlhf_jax.runtime.files import write_atomically
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code: 0 where the run fits, 1 where it does not.
+    """Return the exit code: 0 if the run fits, 1 if it does not.
 
-    Of a search, whether the plan that it found does.
+    With --search, it is about the plan that was found.
     """
-    asked, rest = _parser(argv[0]).parse_known_args(argv[1:])
+    options, rest = _parser(argv[0]).parse_known_args(argv[1:])
     if not jax.config.values["jax_platforms"]:
-        jax.config.update("jax_platforms", "cpu")  # no device is asked, and none is taken
-    hardware = _hardware(asked)
-    lengths = read_percentiles(asked.lengths) if asked.lengths else None
+        jax.config.update("jax_platforms", "cpu")  # no device is queried or reserved
+    hardware = _hardware(options)
+    lengths = read_percentiles(options.lengths) if options.lengths else None
     config = command_line.read([argv[0], *rest])
     planned = plan_run(config, hardware)
-    searched = search_plans(config, planned, asked.lag) if asked.search else None
-    if searched and asked.out and searched.plans[-1].fits:
-        found = searched.plans[-1]
-        out = Path(asked.out)
-        write_atomically(out, found.plan.text().encode())
-        picture = timeline_svg(found, str(planned.hardware))
+    searched = search_plans(config, planned, options.lag) if options.search else None
+    if searched and options.out and searched.plans[-1].fits:
+        best = searched.plans[-1]
+        out = Path(options.out)
+        write_atomically(out, best.plan.text().encode())
+        picture = timeline_svg(best, str(planned.hardware))
         write_atomically(out.with_suffix(".svg"), picture.encode())
     chosen = searched.plans[-1] if searched else planned
     run = planned._replace(plan=chosen.plan, remat=chosen.remat)
     ahead = copy.deepcopy(config)
-    ahead.training.lag = max(asked.lag, config.training.lag)
-    verified = verify_plan(ahead, run, _say) if asked.verify else None
+    ahead.training.lag = max(options.lag, config.training.lag)
+    verified = verify_plan(ahead, run, _print_progress) if options.verify else None
     more = [] if lengths is None else rows_of_worth(config, run, lengths)
     print_plan(config, planned, more)
     if searched:
@@ -83,7 +82,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser(name: str) -> argparse.ArgumentParser:
-    """Make what reads the command's own arguments; the rest is the config's."""
+    """Make the parser of the command's own arguments; the rest belongs to the config."""
     parser = argparse.ArgumentParser(
         prog=name, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -105,7 +104,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
         "--lengths",
         nargs="?",
         const=LENGTHS_TABLE,
-        help="say what moves are worth: for chats, or a CSV of percentiles, or"
+        help="simulate the gain of moves: for chats, or a CSV of percentiles, or"
         " lognormal:MEDIAN:SIGMA:MOST",
     )
     parser.add_argument(
@@ -114,23 +113,25 @@ def _parser(name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _hardware(asked: argparse.Namespace) -> Hardware:
-    """Return the devices that are asked about; ValueError where arguments do not go together."""
-    hardware = parse_hardware(asked.devices)
-    if asked.chip:
-        hardware = hardware.measured(Path(asked.chip))
-    if asked.network is not None:
-        hardware = hardware.with_network(asked.network)
-    if asked.verify:
+def _hardware(options: argparse.Namespace) -> Hardware:
+    """Return the hardware to plan for; ValueError if the arguments are inconsistent."""
+    hardware = parse_hardware(options.devices)
+    if options.chip:
+        hardware = hardware.measured(Path(options.chip))
+    if options.network is not None:
+        hardware = hardware.with_network(options.network)
+    if options.verify:
         topology_devices(hardware)
-    if asked.out and not (asked.search and asked.out.endswith(".json")):
-        raise ValueError(f"--out {asked.out} is for what --search finds, in a file NAME.json.")
-    if asked.out and not Path(asked.out).absolute().parent.is_dir():
-        raise ValueError(f"--out {asked.out} is in a folder that is not there: make it first.")
-    if asked.lag and not asked.search:
-        raise ValueError("--lag 1 is for what is searched; add --search.")
+    if options.out and not (options.search and options.out.endswith(".json")):
+        raise ValueError(
+            f"--out {options.out} is for the plan that --search finds, in a file NAME.json."
+        )
+    if options.out and not Path(options.out).absolute().parent.is_dir():
+        raise ValueError(f"--out {options.out} is in a missing folder: make it first.")
+    if options.lag and not options.search:
+        raise ValueError("--lag 1 applies to a search; add --search.")
     return hardware
 
 
-def _say(line: str) -> None:
+def _print_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Write the report of a run, WORKDIR/report.html: curves, samples, and what to look at first."""
+"""Write the report of a run, WORKDIR/report.html: warnings, curves and samples."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ def main(argv: list[str]) -> int:
     """Return the exit code."""
     parser = argparse.ArgumentParser(prog=argv[0], description=__doc__)
     parser.add_argument("workdir", help="of the run; the run may be going on")
-    asked = parser.parse_args(argv[1:])
-    print(write_report(fetched(asked.workdir)))
+    options = parser.parse_args(argv[1:])
+    print(write_report(fetched(options.workdir)))
     return 0

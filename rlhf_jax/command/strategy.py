@@ -34,8 +34,7 @@ from rlhf_jax.runtime.checkpoint.store import read_part
 from rlhf_jax.runtime.foreign import read_json
 from rlhf_jax.runtime.mirror import fetched
 
-# (heading, key, format) of the figures of a row: those predicted of a round, then what rounds gave,
-# empty without any.
+# (heading, key, format) of the columns: predictions for a round, then measurements, empty if none.
 HEADINGS = (
     ("predicted\ntok/row", "tokens_per_row", ".2f"),
     ("\nms", "milliseconds", ",.2f"),
@@ -58,11 +57,11 @@ def main(argv: list[str], console: Console | None = None) -> int:
         help="numbers of live rows, as in 1,4,16; from 1 to generation.max_rows if not given",
     )
     parser.add_argument("--step", type=int, help="of the checkpoint; the latest if not given")
-    asked = parser.parse_args(argv[1:])
-    workdir = fetched(asked.workdir, checkpoints=True)
+    options = parser.parse_args(argv[1:])
+    workdir = fetched(options.workdir, checkpoints=True)
     config = read_config(workdir)
-    step, selector = read_selector(workdir, config, asked.step)
-    live = live_rows(asked.live, config.generation.max_rows)
+    step, selector = read_selector(workdir, config, options.step)
+    live = live_rows(options.live, config.generation.max_rows)
     show(selector, config, live, f"{workdir.name} after {step:,} steps", console or Console())
     return 0
 
@@ -70,31 +69,34 @@ def main(argv: list[str], console: Console | None = None) -> int:
 def read_config(workdir: Path) -> Config:
     """Return the config of the run in `workdir`.
 
-    Raises ValueError or FileNotFoundError where there is none.
+    Raises ValueError or FileNotFoundError if there is none.
     """
     file = workdir / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"There is no run in {workdir}: {file} is missing.")
-    said = read_json(file)
-    if not isinstance(said, dict) or not {"generation", "drafter", "deterministic"} <= said.keys():
+    stored = read_json(file)
+    if (
+        not isinstance(stored, dict)
+        or not {"generation", "drafter", "deterministic"} <= stored.keys()
+    ):
         raise ValueError(
             f"{file} is no config of a run: it lacks generation, drafter or deterministic."
         )
-    return Config(said)
+    return Config(stored)
 
 
 def read_selector(workdir: Path, config: Config, step: int | None) -> tuple[int, Selector]:
-    """Return the step of a checkpoint, and what it keeps of training's choices.
+    """Return the step of a checkpoint and its selector of training's strategies.
 
     No weights are read. step: None for the latest checkpoint. Raises ValueError or OSError in one
-    sentence where the run's strategy is fixed or there is no such checkpoint.
+    sentence if the run's strategy is fixed or there is no such checkpoint.
     """
     if not derived.adaptive(config):
         raise ValueError(
             f"The run in {workdir} chooses no strategy: its generation.strategy is"
             f" {config.generation.strategy!r}."
         )
-    # The least of the models that can be read is the policy's version, in the host's memory.
+    # The smallest readable part of the models is the policy's version, in host memory.
     memory = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     counter: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=memory)
     template = {"policy": {"version": counter}}
@@ -113,16 +115,16 @@ def read_selector(workdir: Path, config: Config, step: int | None) -> tuple[int,
 
 
 def live_rows(text: str, most: int) -> list[int]:
-    """Return the numbers of '1,4,16'; of '' they are 1, 4, 16 ... below `most`, and `most`.
+    """Return the numbers of '1,4,16'; for '' the powers 1, 4, 16 ... below `most`, and `most`.
 
-    Raises ValueError where one is not above 0.
+    Raises ValueError if one is not above 0.
     """
     if not text:
         return [*(4**power for power in range(most.bit_length()) if 4**power < most), most]
-    found = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
-    if min(found) < 1:
+    numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    if min(numbers) < 1:
         raise ValueError(f"--live is {text!r}; it must be numbers above 0, as in --live 1,4,16.")
-    return found
+    return numbers
 
 
 def show(selector: Selector, config: Config, live: list[int], title: str, console: Console) -> None:
@@ -130,7 +132,7 @@ def show(selector: Selector, config: Config, live: list[int], title: str, consol
     console.print(Text(title, "bold"))
     situations = [_situation(selector, config, count) for count in live]
     for count, situation in zip(live, situations, strict=True):
-        # A choice is remembered, and these are only asked for.
+        # Choosing changes the selector's state, and these are only queries.
         choice = copy.deepcopy(selector).choose(situation)
         console.print(Text(f"{count:,} live: {choice.why}."))
     for situation in situations:
@@ -138,9 +140,9 @@ def show(selector: Selector, config: Config, live: list[int], title: str, consol
 
 
 def _situation(selector: Selector, config: Config, live: int) -> Situation:
-    """Return the situation that rounds of so many live rows have had.
+    """Return the situation of rounds with this many live rows.
 
-    The batch has shrunk as far as it may on one device.
+    The batch has the smallest size allowed, on one device.
     """
     rows = config.generation.max_rows
     if live > rows:
@@ -168,7 +170,7 @@ def _table(rows: list[dict[str, Any]], situation: Situation) -> Table:
 
 
 class _Name:
-    """Show the name of a strategy; a tree, written parent by parent, is broken between parents."""
+    """Show the name of a strategy; the parents of a tree may be broken over lines."""
 
     def __init__(self, name: str):
         self.parts = re.findall(r"[^,]+,?", name)

@@ -11,8 +11,8 @@ __all__ = ["Config", "default", "flat"]
 def default(algorithm: str = "grpo") -> Config:
     """Return every key of a run with its default, locked.
 
-    A config file changes values and adds no keys. algorithm: a name of `config.algorithm.name`,
-    whose options are keys, too; ValueError where there is none.
+    A config file changes values and adds no keys. algorithm: a value of `config.algorithm.name`,
+    whose options are keys, too; ValueError if there is none of this name.
     """
     config = Config(DEFAULTS)
     config.algorithm = Config({"name": algorithm, **named(algorithm).defaults()})

@@ -1,4 +1,4 @@
-"""What a run may learn: an algorithm is data, found in a table by `config.algorithm.name`."""
+"""Define `Algorithm`, and the registry that `config.algorithm.name` is looked up in."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_jax.config.schema import Config
-from rlhf_jax.runtime.extensions import Table, load_named
+from rlhf_jax.runtime.extensions import Registry, load_named
 from rlhf_jax.sequences.batch import Sequences
 
 
@@ -18,44 +18,44 @@ def accept(*_: Any) -> None:
 
 
 def unchanged(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, float]]:
-    """Return the samples as they are, and measure nothing."""
+    """Return the samples unchanged, without metrics."""
     del config
     return batch, {}
 
 
 def rate_by_rewards(weights: int) -> float:
-    """Return the learning rate of AdamW for a policy of so many weights that learns from rewards.
+    """Return the default learning rate of AdamW for a policy that learns from rewards.
 
-    It is 1e-6 at 8 billion, as TRL and verl have it at any size, and larger for smaller models, by
-    the power 0.75 up to 1e-4: at 135 million, where 1e-6 teaches next to nothing, 2.1e-5.
+    It is 1e-6 at 8 billion weights, TRL's and verl's value for any size, and grows for smaller
+    models by the power 0.75 up to 1e-4: 2.1e-5 at 135 million, where 1e-6 has almost no effect.
     """
     return float(f"{min(1e-4, 1e-6 * (8e9 / weights) ** 0.75):.1e}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-    """Describe what a run learns from the samples of a step; what it needs is read off this."""
+    """Describe what a run learns from the samples of a step, and hence all that the run needs."""
 
-    # for people to read, as "GRPO"
+    # title for readers, such as "GRPO"
     title: str | Callable[[Config], str]
-    # by role, the `training.kinds.Loss` of what is trained: "policy", the "drafter" that is made of
-    # the policy, or a critic's: any other role has a model with a scalar head, as `config.critic`
+    # by role, the `training.kinds.Loss` of each trained model: "policy", "drafter" (made from the
+    # policy), or a critic; any other role is a model with a scalar head, as `config.critic`
     # describes it
     losses: Mapping[str, Any]
-    # the roles whose models score the samples: a column each
+    # the roles whose models score the samples: one column each
     scores: tuple[str, ...] | Callable[[Config], tuple[str, ...]] = ()
-    # of scored samples on the host and the config: the columns that losses read, and metrics. The
-    # samples have columns `rewards` and `ended`, and `kl_weight`, the price of a nat of KL.
+    # from scored samples on the host and the config to the columns that losses read, and metrics;
+    # samples have columns `rewards` and `ended`, and `kl_weight`, the penalty per nat of KL
     prepare: Callable[[Sequences, Config], tuple[Sequences, dict[str, float]]] = unchanged
-    # a frozen dataclass of `option` fields: the keys of `config.algorithm` beside its name
+    # a frozen dataclass of `option` fields: the keys of `config.algorithm` besides its name
     options: type | None = None
     # raises ValueError, in one sentence, for a config that the algorithm cannot use
     check: Callable[[Config], None] = accept
-    # the fields of a row of `data.train` that hold its samples: one of a demonstration, of a pair
-    # the chosen and the rejected one; none where the policy writes them
+    # the fields of a row of `data.train` that hold its samples: one for a demonstration, chosen and
+    # rejected for a pair; none if the policy generates them
     given: tuple[str, ...] = ()
-    # the field of a row that says whether its one sample is desirable. Each row then has a second
-    # sample, another row's answer to its prompt, of `preference` 0.
+    # the field of a row that labels its one sample as desirable; each row then has a second sample,
+    # another row's answer to its prompt, with `preference` 0
     label: str = ""
     # of a row of `data.train`, random numbers and the row's place for messages: the row whose
     # prompt and samples are read. None: the row itself
@@ -64,9 +64,9 @@ class Algorithm:
     temperatures: Callable[[Config], tuple[float, ...]] = lambda config: ()
     # whether samples have rewards, whose functions or models a config must then name
     rewarded: bool = True
-    # how a minibatch's losses are summed where the config leaves it open: a name of AGGREGATES
+    # how a minibatch's losses are summed by default: a name of AGGREGATES
     aggregate: Callable[[Config], str] = lambda config: "token_mean"
-    # of a policy of so many weights, where the config leaves it open
+    # default learning rate by the number of the policy's weights
     learning_rate: Callable[[int], float] = rate_by_rewards
 
     def title_of(self, config: Config) -> str:
@@ -79,7 +79,7 @@ class Algorithm:
 
     @property
     def given_per_row(self) -> int:
-        """Count the samples of a row; 0 where the policy writes them."""
+        """Return the number of samples of a row; 0 if the policy generates them."""
         return 2 if self.label else len(self.given)
 
     def fields(self) -> tuple[dataclasses.Field, ...]:
@@ -87,37 +87,37 @@ class Algorithm:
         return dataclasses.fields(self.options) if self.options else ()
 
     def defaults(self) -> dict[str, Any]:
-        """Return the keys of `config.algorithm` beside its name, with their defaults."""
+        """Return the keys of `config.algorithm` besides its name, with their defaults."""
         return {field.name: field.default for field in self.fields()}
 
     def options_of(self, config: Config) -> Any:
-        """Return the options that a config asks for; None of an algorithm without options."""
+        """Return the options from a config; None for an algorithm without options."""
         if self.options is None:
             return None
         return self.options(**{name: config.algorithm[name] for name in self.defaults()})
 
     def check_options(self, config: Config) -> None:
-        """Raise ValueError, in one sentence, for an option that cannot be."""
+        """Raise ValueError, in one sentence, for an invalid option."""
         for field in self.fields():
             field.metadata["check"](config, f"algorithm.{field.name}")
 
 
 def option(default: Any, meaning: str, check: Callable[[Config, str], None] = accept) -> Any:
-    """Return the field of an algorithm's options that becomes a key `algorithm.NAME` of a config.
+    """Return a dataclass field that becomes the key `algorithm.NAME` of a config.
 
-    meaning: what the value is, with its unit. check: of a config and the dotted key, raises
-    ValueError in one sentence; those of `config.checks` do.
+    meaning: the description of the value, with its unit. check: takes a config and the dotted key
+    and raises ValueError in one sentence, as those of `config.checks` do.
     """
     return dataclasses.field(default=default, metadata={"meaning": meaning, "check": check})
 
 
-def _no_algorithm(found: object) -> str:
-    """Say why an object of a file is none."""
-    return "" if isinstance(found, Algorithm) else "is no rlhf_jax.Algorithm"
+def _no_algorithm(candidate: object) -> str:
+    """Return why an object is not an algorithm, or ''."""
+    return "" if isinstance(candidate, Algorithm) else "is no rlhf_jax.Algorithm"
 
 
-# By name: an algorithm, or where it is, so that only what runs is imported.
-ALGORITHMS: Table[Algorithm | str] = Table(
+# By name: an algorithm, or where it is defined, so that only those in use are imported.
+ALGORITHMS: Registry[Algorithm | str] = Registry(
     "algorithm.name",
     _no_algorithm,
     {
@@ -137,17 +137,17 @@ ALGORITHMS: Table[Algorithm | str] = Table(
 
 
 def register(name: str, algorithm: Algorithm) -> None:
-    """Let `config.algorithm.name` name an algorithm."""
+    """Register an algorithm for `config.algorithm.name`."""
     ALGORITHMS[name] = algorithm
 
 
 def named(name: str) -> Algorithm:
-    """Return the algorithm of a name, or of FILE.py:NAME; ValueError where there is none."""
+    """Return the algorithm of a name or of FILE.py:NAME; ValueError if there is none."""
     ALGORITHMS.require(name)
     entry = ALGORITHMS[name]
     return load_named(entry, "algorithm.name") if isinstance(entry, str) else entry
 
 
 def algorithm_of(config: Config) -> Algorithm:
-    """Return the algorithm that a config names; ValueError where there is none."""
+    """Return the algorithm that a config names; ValueError if there is none."""
     return named(config.algorithm.name)

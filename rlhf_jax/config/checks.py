@@ -1,4 +1,4 @@
-"""Raise one clear sentence where a value of a config cannot be."""
+"""Check values of a config; each failure raises one clear sentence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rlhf_jax.config.schema import DICTS, Config, flat
 from rlhf_jax.runtime.foreign import has_surrogate
 
-# Keys whose values name files, folders or what is registered, several each.
+# Keys whose values are lists of names: files, folders or registered objects.
 NAMING_KEYS = (
     "sinks",
     "data.mixture",
@@ -21,13 +21,13 @@ NAMING_KEYS = (
 
 
 def require(holds: bool, sentence: str) -> None:
-    """Raise ValueError with the sentence unless something holds."""
+    """Raise ValueError with the sentence unless `holds` is true."""
     if not holds:
         raise ValueError(sentence)
 
 
 def require_one_of(config: Config, name: str, known: Sequence[str]) -> None:
-    """Raise ValueError unless the value of the dotted key `name` is one of those known."""
+    """Raise ValueError unless the value of the dotted key `name` is one of the known ones."""
     value = operator.attrgetter(name)(config)
     require(value in known, f"{name} is {value!r}; it must be one of {', '.join(known)}.")
 
@@ -64,9 +64,9 @@ def require_even_split(whole: int, parts: int, what: str, by: str) -> None:
 
 
 def require_texts(config: Config) -> None:
-    """Raise ValueError where a name in a config is no text, before anything looks for it.
+    """Raise ValueError if a name in a config is not a text, before anything looks it up.
 
-    Nor may any text have half a character, a surrogate without the other.
+    Texts with a lone surrogate are refused, too.
     """
     values = flat(config)
     for key in NAMING_KEYS:

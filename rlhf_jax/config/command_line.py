@@ -1,4 +1,4 @@
-"""Read the command line into a config, every mistake in one sentence."""
+"""Read the command line into a config; every mistake is reported in one sentence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlhf_jax.runtime.extensions import is_of_file
 from rlhf_jax.runtime.files import SHIPPED, find
 from rlhf_jax.runtime.joining import Place
 
-# What a key that was renamed is called now.
+# The current names of renamed keys.
 RENAMED = {
     "generation.rows": "generation.max_rows",
     "generation.fewest_rows": "generation.min_rows",
@@ -29,17 +29,17 @@ RENAMED = {
 USAGE = "rlhf-jax train CONFIG[:ARGUMENT] --config.any.key=value"
 BEGIN = (
     "begin with rlhf-jax train quickstart, where a small model learns to write JSON in minutes, or"
-    " with rlhf-jax train --model DIR --prompts FILE.jsonl --reward FILE.py:function; --help says"
-    " more."
+    " with rlhf-jax train --model DIR --prompts FILE.jsonl --reward FILE.py:function; see also"
+    " --help."
 )
-# What a run without a config must be told, and other short flags, by the key that each sets.
+# Short flags by the key that each sets; a run without a config needs the first three.
 NAMED_FLAGS = {
     "--model": "model.path",
     "--prompts": "data.train",
     "--reward": "reward.functions",
     "--profile": "profile",
 }
-# Keys whose values are paths or lists of such, beside those of FILE.py:NAME.
+# Keys whose values are paths or lists of paths, besides those of FILE.py:NAME.
 PATH_KEYS = (
     "model.path",
     "drafter.path",
@@ -59,11 +59,11 @@ PLACE_FLAGS = ("--coordinator", "--processes", "--process")
 def read(argv: list[str]) -> Config:
     """Return the config of `[--config] CONFIG --config.any.key=value ...`.
 
-    argv[0] is the program's name. CONFIG is what `load` takes; with `--model` it may be left out.
-    `--model DIR`, `--prompts FILE` and `--reward FILE.py:function` set what each run must name.
-    Raises ValueError or FileNotFoundError in one sentence: no file, a file that fails, an unknown
-    key or a value of another type. Whether the values make sense is the question of
-    `validation.validate`.
+    argv[0] is the program's name. CONFIG is an argument of `load`; it may be left out with
+    `--model`. `--model DIR`, `--prompts FILE` and `--reward FILE.py:function` set the keys that
+    each run needs. Raises ValueError or FileNotFoundError in one sentence for a missing or failing
+    file, an unknown key or a value of another type. `validation.validate` checks the values
+    themselves.
     """
     spec, named, overrides = _split(argv[1:])
     if not spec and "--model" not in named:
@@ -83,44 +83,44 @@ def read(argv: list[str]) -> Config:
 
 
 def place(argv: list[str]) -> tuple[Place, list[str]]:
-    """Return where this process stands among several, and the command line without those flags.
+    """Return the place of this process among several, and the command line without those flags.
 
-    The flags are `--coordinator HOST:PORT --processes N --process I`, or `--processes auto` where
-    the cluster knows. Raises ValueError in one sentence.
+    The flags are `--coordinator HOST:PORT --processes N --process I`, or `--processes auto` if the
+    cluster provides them. Raises ValueError in one sentence.
     """
-    found = {}
+    flags_given = {}
     rest = []
     words = iter(argv)
     for word in words:
         name, equals, value = word.partition("=")
         if name in PLACE_FLAGS:
-            found[name] = value if equals else next(words, "")
+            flags_given[name] = value if equals else next(words, "")
         else:
             rest.append(word)
-    if not found:
+    if not flags_given:
         return Place(), rest
-    if found == {"--processes": "auto"}:
+    if flags_given == {"--processes": "auto"}:
         return Place(None, None, None), rest
-    numbers = [found.get(name, "") for name in PLACE_FLAGS[1:]]
+    numbers = [flags_given.get(name, "") for name in PLACE_FLAGS[1:]]
     if (
-        set(found) != set(PLACE_FLAGS)
+        set(flags_given) != set(PLACE_FLAGS)
         or not all(map(str.isdigit, numbers))
         or not 0 <= int(numbers[1]) < int(numbers[0])
     ):
         raise ValueError(
-            "Several processes are told --coordinator HOST:PORT --processes N --process I, with I"
+            "Several processes need --coordinator HOST:PORT --processes N --process I, with I"
             " from 0 to N - 1, or --processes auto."
         )
-    return Place(found["--coordinator"], *map(int, numbers)), rest
+    return Place(flags_given["--coordinator"], *map(int, numbers)), rest
 
 
 def load(spec: str) -> Config:
     """Return the locked config that get_config() of the Python file FILE returns.
 
-    Of FILE:ARGUMENT it is get_config(ARGUMENT). A name without .py is of a config that comes with
-    the package. Files that the config names and that are not in the current folder are those
-    beside it. Raises ValueError or FileNotFoundError in one sentence where the file is missing,
-    fails or returns other keys. It may have keys of earlier versions, which `read` reads.
+    FILE:ARGUMENT calls get_config(ARGUMENT). A name without .py is a config of the package. A file
+    named in the config is looked up in the current folder, then next to the config. Raises
+    ValueError or FileNotFoundError in one sentence if the file is missing, fails or returns other
+    keys. It may have keys of earlier versions, which `read` translates.
     """
     name, colon, word = spec.rpartition(":")
     if not colon or spec.endswith(".py"):
@@ -139,7 +139,7 @@ def load(spec: str) -> Config:
         lines = str(error).strip().splitlines() or ["no message"]
         reason = lines[0].rstrip(".")
         raise ValueError(f"Config {spec} fails: {type(error).__name__}: {reason}.") from error
-    # An algorithm's options are looked at once all have said which one it is.
+    # The options of an algorithm are checked once the algorithm is known.
     known, found = (
         {key for key in flat(one) if not re.match(r"algorithm\.(?!name)", key)}
         for one in (default(), config if isinstance(config, Config) else Config())
@@ -150,13 +150,13 @@ def load(spec: str) -> Config:
             " and no other keys."
         )
     require_texts(config)
-    _look_beside(config, path.resolve().parent)
+    _locate_files(config, path.resolve().parent)
     config.lock()
     return config
 
 
-def _look_beside(config: Config, folder: pathlib.Path) -> None:
-    """Put the paths of files beside the config in place of names that are not here."""
+def _locate_files(config: Config, folder: pathlib.Path) -> None:
+    """Replace names of missing files by paths next to the config, if the files are there."""
 
     def located(name: str) -> str:
         file, colon, function = name.partition(".py:")
@@ -165,18 +165,20 @@ def _look_beside(config: Config, folder: pathlib.Path) -> None:
             return name
         return f"{folder / path}{':' * bool(colon)}{function}"
 
-    found = {}
+    located_values = {}
     for name, value in flat(config).items():
         several = value if isinstance(value, (tuple, list)) else (value,)
         if name in PATH_KEYS or any(isinstance(one, str) and is_of_file(one) for one in several):
-            found[name] = located(value) if isinstance(value, str) else tuple(map(located, value))
-    config.update_from_flattened_dict(found)
+            located_values[name] = (
+                located(value) if isinstance(value, str) else tuple(map(located, value))
+            )
+    config.update_from_flattened_dict(located_values)
     for name, spec in config.reward.metrics.items():
         config.reward.metrics[name] = located(spec)
 
 
 def _split(arguments: list[str]) -> tuple[str, dict[str, str], list[str]]:
-    """Return the config's name, '' without one, the flags of NAMED_FLAGS, and other arguments."""
+    """Return the config's name ('' if none), the flags of NAMED_FLAGS, and other arguments."""
     spec = ""
     named = {}
     rest = []
@@ -186,7 +188,7 @@ def _split(arguments: list[str]) -> tuple[str, dict[str, str], list[str]]:
         if flag in ("--config", "-config") or flag in NAMED_FLAGS:
             value = value if equals else next(words, "")
             if not value:
-                raise ValueError(f"{flag} wants a value (usage: {USAGE}).")
+                raise ValueError(f"{flag} needs a value (usage: {USAGE}).")
             if flag in NAMED_FLAGS:
                 named[flag] = value
             else:
@@ -204,17 +206,19 @@ def _split(arguments: list[str]) -> tuple[str, dict[str, str], list[str]]:
 
 
 def _override(config: Config, arguments: list[str]) -> None:
-    """Set the values that `--config.any.key=value ...` give, each of the type that its key has.
+    """Set the values that `--config.any.key=value ...` give, in the type of each key.
 
-    Of a key's values the last one counts, as a tuple's are joined else.
+    Only the last value of a key is passed on, since tuples would be concatenated.
     """
     known = {*flat(config), *EARLIER}
     last = dict(_key_and_text(argument, known) for argument in arguments)
-    asked = {name: f"--config.{name}={text}" for name, text in last.items()}
+    last_arguments = {name: f"--config.{name}={text}" for name, text in last.items()}
     values = flags.FlagValues()
-    own = typed(Any, config)  # a ConfigDict
-    config_flags.DEFINE_config_dict("config", own, flag_values=values, sys_argv=[*asked.values()])
-    for name, argument in asked.items():
+    typed_config = typed(Any, config)  # a ConfigDict
+    config_flags.DEFINE_config_dict(
+        "config", typed_config, flag_values=values, sys_argv=[*last_arguments.values()]
+    )
+    for name, argument in last_arguments.items():
         wanted = type(operator.attrgetter(name)(config)).__name__
         try:
             values(["", argument])
@@ -234,7 +238,7 @@ def _key_and_text(argument: str, known: set[str]) -> tuple[str, str]:
     name, text = match.groups()
     if name not in known:
         near = [RENAMED[name]] if name in RENAMED else []
-        # What a key is called within its section, the policy's before a critic's.
+        # The name of a key within its section; the policy's section comes before a critic's.
         within = [key for key in known if key.rpartition(".")[2] == name]
         near = near or sorted(within, key=lambda key: (not key.startswith("training."), key))
         near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)

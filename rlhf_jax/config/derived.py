@@ -1,4 +1,4 @@
-"""State what follows from a config: its samples, its models and its calls."""
+"""Derive facts from a config: samples, models and calls of its run."""
 
 from __future__ import annotations
 
@@ -8,54 +8,54 @@ from rlhf_jax.types import ModelConfig
 
 
 def adaptive(config: Config) -> bool:
-    """Tell whether the drafting strategy is chosen round by round."""
+    """Return whether the drafting strategy is chosen round by round."""
     return config.generation.strategy == "adaptive"
 
 
 def names_model(config: Config) -> bool:
-    """Tell whether a config names a draft model, or layers to make one of."""
+    """Return whether a config has a draft model, or layers to make one from."""
     return bool(config.drafter.path or config.drafter.layers)
 
 
 def makes_drafter(config: Config) -> bool:
-    """Tell whether a run is for its student, which then learns from all samples."""
+    """Return whether a run trains only a student, on all samples."""
     return "drafter" in algorithm_of(config).losses
 
 
 def student_samples(config: Config) -> int:
-    """Return how many samples of a step a student learns from: all, or some beside the policy."""
+    """Return the number of samples per step that a student learns from."""
     return samples(config) if makes_drafter(config) else config.drafter.samples
 
 
 def generates(config: Config) -> bool:
-    """Tell whether the policy writes the samples of a step, which are else given."""
+    """Return whether the policy generates the samples of a step; otherwise the data give them."""
     return not algorithm_of(config).given
 
 
 def rewarded(config: Config) -> bool:
-    """Tell whether the samples of a step have rewards."""
+    """Return whether the samples of a step have rewards."""
     return algorithm_of(config).rewarded and generates(config)
 
 
 def prompts(config: Config) -> int:
-    """Return how many prompts a step has."""
+    """Return the number of prompts per step."""
     return config.generation.prompts_per_step if generates(config) else config.data.rows_per_step
 
 
 def samples(config: Config) -> int:
-    """Return how many samples a step has."""
+    """Return the number of samples per step."""
     given = algorithm_of(config).given_per_row
     return prompts(config) * (given or config.generation.samples_per_prompt)
 
 
 def response_tokens(config: Config) -> int:
-    """Return the tokens of the longest sample, without its prompt."""
+    """Return the length of the longest sample without its prompt, in tokens."""
     generated = config.generation.max_new_tokens
     return generated if generates(config) else config.data.max_response_tokens
 
 
 def text_tokens(config: Config) -> int:
-    """Return the tokens of the longest prompt and sample."""
+    """Return the length of the longest prompt and sample, in tokens."""
     return config.data.max_prompt_tokens + response_tokens(config)
 
 
@@ -70,13 +70,13 @@ def reward_tokens(config: Config, model: ModelConfig) -> int:
 
 
 def microbatch_rows(config: Config) -> int:
-    """Return how many of the longest samples a micro-batch has room for, over all devices."""
+    """Return the number of longest samples that fit into a micro-batch, over all devices."""
     tokens = config.training.microbatch_tokens
     return tokens // text_tokens(config) if tokens else config.training.microbatch_rows
 
 
 def batch_tokens(config: Config, minibatches: int = 1) -> int:
-    """Return the tokens of a step's samples, or of a minibatch, at most; each prompt once."""
+    """Return the most tokens of a step's samples, or of a minibatch; each prompt counts once."""
     rows = samples(config) // minibatches
     # Samples of a prompt may be in any of several minibatches.
     distinct = min(prompts(config), rows)
@@ -84,9 +84,9 @@ def batch_tokens(config: Config, minibatches: int = 1) -> int:
 
 
 def group_tokens(config: Config) -> int:
-    """Return the tokens of all samples of a prompt at most, the prompt once."""
-    own = samples(config) // prompts(config)
-    return config.data.max_prompt_tokens + own * response_tokens(config)
+    """Return the most tokens of all samples of a prompt; the prompt counts once."""
+    samples_of_prompt = samples(config) // prompts(config)
+    return config.data.max_prompt_tokens + samples_of_prompt * response_tokens(config)
 
 
 def scorers(config: Config) -> tuple[str, ...]:
@@ -95,12 +95,12 @@ def scorers(config: Config) -> tuple[str, ...]:
 
 
 def trains(config: Config, role: str) -> bool:
-    """Tell whether the model of a role learns from the samples of a step."""
+    """Return whether the model of a role learns from the samples of a step."""
     return role in algorithm_of(config).losses
 
 
 def critics(config: Config) -> tuple[str, ...]:
-    """Return the roles whose models have scalar heads: all that train or score but three."""
+    """Return the roles of models with scalar heads: all but policy, reference and drafter."""
     roles = dict.fromkeys([*algorithm_of(config).losses, *scorers(config)])
     return tuple(role for role in roles if role not in ("policy", "reference", "drafter"))
 
@@ -116,10 +116,10 @@ def reward_models(config: Config) -> tuple[str, ...]:
 
 
 def calls(config: Config) -> tuple[str, ...]:
-    """Return the calls that an iteration has, by their names in a plan.
+    """Return the calls of an iteration, by their names in a plan.
 
-    The weights that generation draws from are those of the policy's training, be it trained or not;
-    a student is trained in that call, too.
+    Generation uses the weights of the policy's training call, trained or not; a student is trained
+    in that call, too.
     """
     rewards = rewarded(config) and bool(reward_models(config))
     written = generates(config)
@@ -132,11 +132,11 @@ def calls(config: Config) -> tuple[str, ...]:
 
 
 def learning_calls(config: Config) -> tuple[str, ...]:
-    """Return the calls in which a model learns from the samples of a step, in their order."""
+    """Return the calls in which a model learns from the samples of a step, in order."""
     return tuple(f"{role}_training" for role in algorithm_of(config).losses if role != "drafter")
 
 
 def aggregate_name(config: Config) -> str:
-    """Name how a minibatch's losses are summed: as the config says, else as its algorithm does."""
-    asked = config.training.aggregate
-    return algorithm_of(config).aggregate(config) if asked == "auto" else asked
+    """Name how a minibatch's losses are summed: from the config, else the algorithm's default."""
+    name = config.training.aggregate
+    return algorithm_of(config).aggregate(config) if name == "auto" else name

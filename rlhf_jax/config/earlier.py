@@ -1,4 +1,4 @@
-"""Configs of earlier versions, read as today's."""
+"""Read configs of earlier versions."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rlhf_jax.losses.advantages import ESTIMATORS
 
 
 def settled(config: Config) -> Config:
-    """Return a config whose keys are today's, with the options of the algorithm that it names.
+    """Return a config with current keys and the options of its algorithm.
 
-    The given one stays as it is. Options that both algorithms have keep a value that was changed. A
-    warning says which keys of earlier versions were read as others, and which options have no use.
+    The argument is not changed. Options that both algorithms have keep a changed value. A warning
+    names keys of earlier versions that were translated, and options that have no effect.
     """
-    found = copy.deepcopy(config)
+    current = copy.deepcopy(config)
     given = {}
     for name, usual in EARLIER.items():
         section, _, key = name.rpartition(".")
@@ -36,12 +36,12 @@ def settled(config: Config) -> Config:
         section = {key: value for key, value in section.items() if usual.get(key) != value}
     section |= {key.removeprefix("algorithm."): value for key, value in changes.items()}
     unused = section.keys() - options.keys()
-    with found.unlocked():
-        found.algorithm = Config({"name": name, **options})
-        found.algorithm.update({key: section[key] for key in section if key in options})
+    with current.unlocked():
+        current.algorithm = Config({"name": name, **options})
+        current.algorithm.update({key: section[key] for key in section if key in options})
         for key in EARLIER:
-            _remove(found, key)
-    found.lock()
+            _remove(current, key)
+    current.lock()
     if given:
         read = {"algorithm.name": name} | changes
         now = ", ".join(f"{key} = {value!r}" for key, value in read.items())
@@ -51,13 +51,13 @@ def settled(config: Config) -> Config:
     if unused:
         keys = ", ".join(f"algorithm.{key}" for key in sorted(unused))
         warnings.warn(f"{keys}: no option of the algorithm {name!r}, left out.", stacklevel=2)
-    return found
+    return current
 
 
 def translated(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values of EARLIER's keys by those of today, with the algorithm's name.
+    """Translate values of EARLIER's keys to current keys, with the algorithm's name.
 
-    ValueError for an objective from a file, which is no algorithm.
+    ValueError for an objective from a file, which is not an algorithm.
     """
     objective = values.get("objective", "reward")
     if objective == "distill":
@@ -68,17 +68,17 @@ def translated(values: Mapping[str, Any]) -> dict[str, Any]:
             " algorithm now: describe it as docs/how-to/algorithm.md says, and name it by"
             " algorithm.name."
         )
-    found = {}
+    renamed = {}
     for name, value in values.items():
         if name != "objective":
-            found[f"algorithm.{name.rpartition('.')[2]}"] = value
-    estimator = found.get("algorithm.estimator", "grpo")
+            renamed[f"algorithm.{name.rpartition('.')[2]}"] = value
+    estimator = renamed.get("algorithm.estimator", "grpo")
     ESTIMATORS.require(estimator)
     if ESTIMATORS[estimator].needs_critic:
-        found["algorithm.name"] = "ppo"
-    if estimator in ("grpo", "gae") and "algorithm.estimator" in found:
-        found["algorithm.estimator"] = ""  # the algorithm's own
-    return found
+        renamed["algorithm.name"] = "ppo"
+    if estimator in ("grpo", "gae") and "algorithm.estimator" in renamed:
+        renamed["algorithm.estimator"] = ""  # the algorithm's own
+    return renamed
 
 
 def identity(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def identity(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _remove(config: Config, name: str) -> None:
-    """Take a key of an earlier version out of a config, and a section that is then empty."""
+    """Remove a key of an earlier version from a config, and its section if empty."""
     section, _, key = name.rpartition(".")
     held = config.get(section, Config()) if section else config
     if key in held:

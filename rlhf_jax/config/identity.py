@@ -1,4 +1,4 @@
-"""What of a config makes a run what it is, and must not change under its checkpoints."""
+"""Define which values of a config must not change between a checkpoint and its resumption."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config, flat
 from rlhf_jax.runtime.extensions import file_digest, is_of_file
 
-# What may change between a checkpoint and the run that goes on from it: keys, or how they begin.
+# Keys, or prefixes of keys, that may change when a run is resumed.
 FREE_KEYS = (
     "workdir",
     "steps",
@@ -39,7 +39,7 @@ FREE_KEYS = (
 
 
 def plan_name(config: Config) -> str | None:
-    """Return what tells the plan of a config from others: its name, or the file's digest."""
+    """Return an identifier of a config's plan: its name, or the file's digest."""
     if config.plan.endswith(".json"):
         return file_digest(config.plan)
     if config.training.pipelined and not config.plan:
@@ -48,7 +48,7 @@ def plan_name(config: Config) -> str | None:
 
 
 def binding_settings(config: Config) -> dict[str, Any]:
-    """Return the values that make a run what it is, by dotted key, and its own code by digest."""
+    """Return the values that identify a run, by dotted key, and its own code by digest."""
     binding = {key: value for key, value in flat(config).items() if not key.startswith(FREE_KEYS)}
     binding["plan"] = plan_name(config)
     binding["training.aggregate"] = derived.aggregate_name(config)
@@ -56,7 +56,7 @@ def binding_settings(config: Config) -> dict[str, Any]:
 
 
 def own_code(config: Config) -> dict[str, str]:
-    """Return the digest of the file of each FILE.py:NAME that a config names, by that name.
+    """Return the digest of the file of each FILE.py:NAME in a config, by that name.
 
     Errors are those of reading the files.
     """
@@ -64,6 +64,6 @@ def own_code(config: Config) -> dict[str, str]:
     for value in flat(config).values():
         several = value.values() if isinstance(value, dict) else value
         specs = several if isinstance(value, (dict, list, tuple)) else [value]
-        own = [spec for spec in specs if isinstance(spec, str) and is_of_file(spec)]
-        digests |= {spec: file_digest(spec.rpartition(":")[0]) for spec in own}
+        specs_of_code = [spec for spec in specs if isinstance(spec, str) and is_of_file(spec)]
+        digests |= {spec: file_digest(spec.rpartition(":")[0]) for spec in specs_of_code}
     return digests

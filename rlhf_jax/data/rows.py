@@ -19,11 +19,11 @@ CHAT_ROLES = ("system", "user", "assistant", "tool")  # The roles that chat temp
 FILE_TYPES = (".jsonl", ".parquet")
 LONGEST_PROMPT = 500_000  # Characters.
 
-UnreadRow = tuple[str, Callable[[], Any]]  # Where a row stands, and what reads it.
+UnreadRow = tuple[str, Callable[[], Any]]  # The position of a row, and the function that reads it.
 
 
 def is_file_name(place: str | pathlib.Path) -> bool:
-    """Tell whether a place of prompts is named as a file that can be read."""
+    """Return whether the name of a source of prompts is that of a file."""
     return pathlib.PurePath(place).suffix in FILE_TYPES
 
 
@@ -55,21 +55,21 @@ def read(
     where_from = str(place)
     suffix = pathlib.PurePath(place).suffix
     if is_of_file(where_from):
-        found = _call(where_from)
+        numbered = _call(where_from)
     elif is_dataset(place):
-        found = _read_dataset(where_from, configuration, split)
+        numbered = _read_dataset(where_from, configuration, split)
     elif not is_file_name(place):
         raise ValueError(
             f"Prompt file {place} must end in .jsonl or .parquet, not {suffix or 'nothing'!r}: each"
             f' line of a .jsonl file is a row, as {{"{prompt_key}": "What is 2 + 3?"}}.'
         )
     elif suffix == ".jsonl":
-        found = _read_jsonl(where_from, _content(where_from))
+        numbered = _read_jsonl(where_from, _content(where_from))
     else:
-        found = _read_parquet(where_from, _content(where_from))
+        numbered = _read_parquet(where_from, _content(where_from))
     rows = []
     unused = set(columns)
-    for where, load in found:
+    for where, load in numbered:
         try:
             row = load()
             if isinstance(row, dict):
@@ -93,25 +93,25 @@ def read(
 
 
 def _renamed(row: dict[str, Any], columns: Mapping[str, str], where: str) -> dict[str, Any]:
-    """Return a row with the new names of its columns; ValueError where two would have one name."""
-    found: dict[str, Any] = {}
+    """Return the row with its columns renamed; ValueError if two would have one name."""
+    renamed: dict[str, Any] = {}
     for name, value in row.items():
         new = columns.get(name, name)
-        if new in found:
+        if new in renamed:
             raise ValueError(
                 f"{where}: by data.columns two columns would be {new!r:.60}; rename the other one,"
                 " too."
             )
-        found[new] = value
-    return found
+        renamed[new] = value
+    return renamed
 
 
 def _content(place: str) -> bytes:
-    """Return the bytes of a file, here or behind a URL."""
+    """Return the bytes of a local file or URL."""
     if not is_remote(place):
         path = pathlib.Path(place).expanduser()
         if path.exists() and not path.is_file():
-            raise ValueError(f"Prompt file {path} is no file but a folder, a pipe or a device.")
+            raise ValueError(f"Prompt file {path} is not a file but a folder, a pipe or a device.")
         if not path.exists():
             raise FileNotFoundError(
                 f"Prompt file {path} does not exist; give the path of a .jsonl or .parquet file."
@@ -120,12 +120,12 @@ def _content(place: str) -> bytes:
     try:
         with importlib.import_module("fsspec").open(place, "rb") as file:
             return file.read()
-    except Exception as error:  # of whichever package the URL's scheme asks for
+    except Exception as error:  # the package for the URL's scheme may raise anything
         raise ValueError(f"Prompt file {place} cannot be read ({one_line(error)}).") from error
 
 
 def _read_dataset(place: str, configuration: str, split: str) -> Iterator[UnreadRow]:
-    """Yield each row of a data set; `datasets` is loaded here, as few need it."""
+    """Yield each row of a data set; `datasets` is imported here, as few runs need it."""
     try:
         datasets = importlib.import_module("datasets")
     except ImportError as error:
@@ -136,18 +136,18 @@ def _read_dataset(place: str, configuration: str, split: str) -> Iterator[Unread
     folder = pathlib.Path(place).expanduser()
     try:
         if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
-            found = datasets.load_from_disk(str(folder))
-            found = found[split] if hasattr(found, "keys") else found
+            dataset = datasets.load_from_disk(str(folder))
+            dataset = dataset[split] if hasattr(dataset, "keys") else dataset
         else:
             name = str(folder) if folder.exists() else place
-            found = datasets.load_dataset(name, configuration or None, split=split)
+            dataset = datasets.load_dataset(name, configuration or None, split=split)
     except Exception as error:  # of the package, the network or a file
-        told = " ".join(str(error).split())[:200].rstrip(".")
+        message = " ".join(str(error).split())[:200].rstrip(".")
         raise ValueError(
             f"The data set {place} cannot be read, split {split!r}"
-            f" ({type(error).__name__}: {told})."
+            f" ({type(error).__name__}: {message})."
         ) from error
-    for number, row in enumerate(found, start=1):
+    for number, row in enumerate(dataset, start=1):
         yield f"Row {number} of {place}", functools.partial(dict, row)
 
 
@@ -185,7 +185,7 @@ def _read_jsonl(path: str, content: bytes) -> Iterator[UnreadRow]:
 
 
 def _read_parquet(path: str, content: bytes) -> Iterator[UnreadRow]:
-    """Yield each row; pyarrow is loaded here, so that JSONL needs none of it."""
+    """Yield each row; pyarrow is imported here, so that JSONL works without it."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -195,14 +195,14 @@ def _read_parquet(path: str, content: bytes) -> Iterator[UnreadRow]:
         ) from error
     try:
         rows = pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist()
-    except Exception as error:  # pyarrow has many of its own
+    except Exception as error:  # pyarrow has many exception types
         raise ValueError(f"{path} is not a readable Parquet file ({one_line(error)}).") from error
     for number, row in enumerate(rows, start=1):
         yield f"Row {number} of {path}", functools.partial(dict, row)
 
 
 def _check_row(row: Any, prompt_key: str, where: str) -> dict[str, Any]:
-    """Return the row with its prompt under "prompt"; ValueError where it is not one."""
+    """Return the row with its prompt under "prompt"; ValueError if it has no valid one."""
     if not isinstance(row, dict):
         raise ValueError(
             f"{where} must be an object with a {prompt_key!r}, not {type(row).__name__}."
@@ -237,7 +237,7 @@ def _check_row(row: Any, prompt_key: str, where: str) -> dict[str, Any]:
 
 
 def check_messages(messages: list[Any], where: str) -> list[dict[str, Any]]:
-    """Return chat messages; ValueError where one has no text, or a role that no template knows."""
+    """Return chat messages; ValueError for one without a text or with an unknown role."""
     chat = []
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
@@ -249,16 +249,16 @@ def check_messages(messages: list[Any], where: str) -> list[dict[str, Any]]:
             raise ValueError(
                 f"{where}: the role {message.get('role')!r:.40} is none of {', '.join(CHAT_ROLES)}."
             )
-        # Without the empty fields that Parquet gives to every struct.
+        # Drop the empty fields that Parquet gives to every struct.
         chat.append({key: value for key, value in message.items() if value is not None})
     return chat
 
 
 def with_prompt(row: dict[str, Any], prompt_key: str, where: str) -> dict[str, Any]:
-    """Return a row whose chats hold their prompt, as TRL has them, with the prompt apart.
+    """Return a row whose chats contain their prompt, as in TRL, with the prompt split off.
 
-    Of `messages` the prompt is what comes before the first answer, and the rest the `completion`;
-    of `chosen` and `rejected` it is what both begin with.
+    For `messages` the prompt is everything before the first answer, and the rest the `completion`;
+    for `chosen` and `rejected` it is their common beginning.
     """
     if prompt_key in row:
         return row
@@ -285,7 +285,7 @@ def with_prompt(row: dict[str, Any], prompt_key: str, where: str) -> dict[str, A
 
 
 def _check_texts(prompt: str | list[dict[str, Any]], what: str, where: str) -> None:
-    """Raise ValueError where the texts of a prompt hold what no tokenizer should be given."""
+    """Raise ValueError if the texts of a prompt are too long or not valid Unicode."""
     texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
     if sum(map(len, texts)) > LONGEST_PROMPT:
         raise ValueError(f"{where} has over {LONGEST_PROMPT:,} characters; cut {what}.")

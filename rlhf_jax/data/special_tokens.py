@@ -1,4 +1,4 @@
-"""Special and added tokens of a Hugging Face folder: which of its files counts for which token.
+"""Read special and added tokens of a Hugging Face folder, with the precedence of its files.
 
 The order is that of `TokenizersBackend` in transformers 5, which reads tokenizer.json first.
 """
@@ -23,7 +23,7 @@ SPECIAL_TOKENS = (
     "cls_token",
     "mask_token",
 )
-# What the values of keys must be, where they are there; a special token is a text or an object.
+# The required types of keys, where present; a special token is a text or an object.
 SETTING_KINDS: dict[str, tuple[type, ...]] = {
     "add_bos_token": (bool,),
     "add_eos_token": (bool,),
@@ -39,15 +39,15 @@ SETTING_KINDS: dict[str, tuple[type, ...]] = {
     "tokenizer_class": (str,),
     "truncation_side": (str,),
 }
-# What an object may say of a token, beside its content.
+# The fields that an object may have for a token, besides its content.
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json, with the keys of special_tokens_map.json where these count.
+    """Read tokenizer_config.json, and special_tokens_map.json where it counts.
 
-    They come first unless the tokens are in `added_tokens_decoder`; a key of the model's own does
-    not. ValueError in one sentence.
+    The keys of the latter come first unless the tokens are in `added_tokens_decoder`; a model's own
+    key does not. ValueError in one sentence.
     """
     settings = _read_optional(folder / "tokenizer_config.json")
     mapped = _read_optional(folder / "special_tokens_map.json")
@@ -60,19 +60,19 @@ def read_settings(folder: Path) -> dict[str, Any]:
 def add_tokens(
     backend: tokenizers.Tokenizer, folder: Path, settings: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Add to a tokenizer what only other files name, and return the special tokens by their keys.
+    """Add tokens that only other files name to a tokenizer; return the special tokens by key.
 
-    Raises ValueError where a file gives a token another id than tokenizer.json.
+    Raises ValueError if a file gives a token another id than tokenizer.json.
     """
     file, declared = _read_ids(folder, settings)
     named, extra = _special_tokens(settings, folder / "tokenizer_config.json")
     with reading_foreign(folder / "tokenizer.json", "a tokenizer"):
-        own = backend.get_added_tokens_decoder().values()
-        # What one source calls special is so, whatever another one's flag.
-        special = {token.content for token in (*own, *named.values()) if token.special}
+        added = backend.get_added_tokens_decoder().values()
+        # A token is special if any source marks it so.
+        special = {token.content for token in (*added, *named.values()) if token.special}
         for token in declared.values():
             token.special |= token.content in special
-        same = {repr(token) for token in own}
+        same = {repr(token) for token in added}
         new = [token for _, token in sorted(declared.items()) if repr(token) not in same]
         backend.add_tokens(new)
         known = {token.content for token in backend.get_added_tokens_decoder().values()}
@@ -90,7 +90,7 @@ def add_tokens(
 def _read_ids(
     folder: Path, settings: Mapping[str, Any]
 ) -> tuple[Path, dict[int, tokenizers.AddedToken]]:
-    """Return the file that names tokens by id, and these; the older file only without the newer."""
+    """Return the file that names tokens by id, and the ids; prefer the newer of two files."""
     if "added_tokens_decoder" in settings:
         file = folder / "tokenizer_config.json"
         named = settings["added_tokens_decoder"] or {}
@@ -110,15 +110,17 @@ def _read_ids(
 def _special_tokens(
     settings: Mapping[str, Any], file: Path
 ) -> tuple[dict[str, tokenizers.AddedToken], list[tokenizers.AddedToken]]:
-    """Return the special tokens that have a key, by that, and those that have none."""
+    """Return the special tokens that have a key, by key, and those that have none."""
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
-    own = {key: settings[key] for key in settings if _is_token(key)}
+    keyed = {key: settings[key] for key in settings if _is_token(key)}
     if isinstance(extra, dict):
-        own |= extra
+        keyed |= extra
         extra = []
-    order = [*SPECIAL_TOKENS, *(key for key in own if key not in SPECIAL_TOKENS)]
-    # An empty text stands for no token.
-    named = {key: _token(own[key], key, file) for key in order if own.get(key) not in (None, "")}
+    order = [*SPECIAL_TOKENS, *(key for key in keyed if key not in SPECIAL_TOKENS)]
+    # An empty text means no token.
+    named = {
+        key: _token(keyed[key], key, file) for key in order if keyed.get(key) not in (None, "")
+    }
     return named, [_token(token, "extra_special_tokens", file) for token in extra]
 
 
@@ -127,7 +129,7 @@ def _is_token(key: str) -> bool:
 
 
 def _token(value: Any, key: str, file: Path) -> tokenizers.AddedToken:
-    """Make a token of a text, which is special, or of an object; ValueError for anything else."""
+    """Make a token from a text (special) or an object; ValueError for anything else."""
     if isinstance(value, str):
         return tokenizers.AddedToken(value, special=True)
     content = value.get("content") if isinstance(value, dict) else None
@@ -141,7 +143,7 @@ def _token(value: Any, key: str, file: Path) -> tokenizers.AddedToken:
 
 
 def _id(value: Any, file: Path) -> int:
-    """Return a token's id, which is a text where it is a key of JSON."""
+    """Return a token's id; keys of JSON are texts."""
     number = int(value) if isinstance(value, str) and value.isdecimal() else value
     if type(number) is not int or number < 0:
         raise ValueError(f"{file}: {value!r:.60} is no id of a token; it must be a whole number.")
@@ -151,5 +153,5 @@ def _id(value: Any, file: Path) -> int:
 def _read_optional(file: Path) -> dict[str, Any]:
     content = read_json(file) if file.exists() else {}
     check_kinds(content, SETTING_KINDS, file)
-    _special_tokens(content, file)  # for what it raises, which names this file
+    _special_tokens(content, file)  # for its errors, which name this file
     return content

@@ -1,9 +1,9 @@
-"""A process that renders chat templates, within limits of time, text and memory.
+"""Render chat templates in a process, within limits of time, text and memory.
 
-It answers over its standard streams, in lines of JSON. The first is the template, its day, and the
-seconds that it has for a conversation. An object after it is what the template is given besides; a
-list is a conversation, whose answer is [text, why there is none]. It imports jinja2 and no more, so
-that it is there at once.
+The process answers over its standard streams, in lines of JSON. The first line is the template, its
+day, and the seconds per conversation. A later object holds further arguments of the template; a
+list is a conversation, whose answer is [text, error or null]. The process imports only jinja2, so
+that it starts fast.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jinja2 import nodes
 from rlhf_jax.runtime.foreign import one_line
 
 SECONDS = 10.0  # for a conversation
-MOST_CHARACTERS = 4_000_000  # that become of a conversation
+MOST_CHARACTERS = 4_000_000  # of a rendered conversation
 MEMORY = 1 << 30  # bytes of address space
 # The argument that makes `{% generation %}` visible, by two characters for private use.
 MARKED = "marks_generation"
@@ -36,8 +36,8 @@ NOT_GIVEN = {"tools": None, "documents": None}
 def serve() -> None:
     """Render conversations until the standard input ends.
 
-    One that takes too long ends the process by SIGALRM, whatever it is doing: the kernel does that,
-    and does so where the parent is gone, too.
+    A conversation that takes too long ends the process by SIGALRM, whatever it is doing: the kernel
+    sends it even if the parent is gone.
     """
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     memory = MEMORY if most == resource.RLIM_INFINITY else min(MEMORY, most)
@@ -64,7 +64,7 @@ def serve() -> None:
 
 
 def compile_template(source: str, now: datetime.datetime) -> jinja2.Template:
-    """Compile a template in the environment that transformers gives it, at a time of its own.
+    """Compile a template in the same environment as transformers, within its time limit.
 
     It is sandboxed, trims blocks and has loop controls.
     """
@@ -80,7 +80,7 @@ def compile_template(source: str, now: datetime.datetime) -> jinja2.Template:
 def render(
     template: jinja2.Template, messages: Sequence[dict[str, Any]], arguments: dict[str, Any]
 ) -> str:
-    """Put messages into a template; ValueError where that becomes too long a text."""
+    """Render messages by a template; ValueError if the text becomes too long."""
     pieces = []
     left = MOST_CHARACTERS
     for piece in template.generate({**NOT_GIVEN, **arguments, "messages": messages}):

@@ -1,4 +1,4 @@
-"""Text to token ids and back, and chat messages to text, without `transformers`."""
+"""Convert text to token ids and back, and chat messages to text, without `transformers`."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from rlhf_jax.runtime.foreign import has_surrogate, reading_foreign
 from rlhf_jax.types import ModelConfig
 
 NO_TEXT = "what it is to encode has half a character (a lone surrogate); take it out."
-# Where transformers keeps the chat templates that are not the default, each a file.
+# The folder of transformers for chat templates other than the default, one file each.
 OTHER_TEMPLATES = "additional_chat_templates"
-# A dialogue whose rendering shows what follows an answer.
+# A dialogue whose rendering shows the text after an answer.
 DIALOGUE = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Answer"})
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """Hold a tokenizer with its chat template, and the special tokens the template may name."""
+    """Hold a tokenizer with its chat template and the special tokens that the template may use."""
 
     backend: tokenizers.Tokenizer
-    template: str | None  # In jinja2; None where there is none.
+    template: str | None  # In jinja2; None if there is none.
     special: Mapping[str, str]  # Special tokens by their keys, such as "eos_token".
     settings: Mapping[str, Any]  # The content of tokenizer_config.json, written back on saving.
-    origin: Path  # Where it was read, for error sentences.
-    # What a template is told that asks which day it is; of the run, where there is one.
+    origin: Path  # The folder it was read from, for error messages.
+    # The day given to templates that ask for it; the run's day, if there is a run.
     day: datetime.date = dataclasses.field(default_factory=datetime.date.today)
-    # Templates beside the default by name: "tool_use" is taken where tools are given.
+    # Templates besides the default, by name: "tool_use" is used if tools are given.
     named_templates: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a plain text, with the special tokens that belong around it.
 
-        Raises ValueError where the text has half a character.
+        Raises ValueError if the text has a lone surrogate.
         """
         if has_surrogate(text):
             raise ValueError(f"{self.origin}: {NO_TEXT}")
@@ -79,14 +79,14 @@ class Tokenizer:
         return self.backend.decode(list(ids), skip_special_tokens=True)
 
     def decode_whole(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, special tokens as they are written."""
+        """Return the text of token ids, with special tokens written out."""
         return self.backend.decode(list(ids), skip_special_tokens=False)
 
     def end_of_turn(self) -> int | None:
         """Return the id of the added token that the template writes after an answer, if any."""
         try:
             text = self.render(DIALOGUE, add_generation_prompt=False)
-        except ValueError:  # no template, or one that takes no such dialogue
+        except ValueError:  # no template, or one that refuses such a dialogue
             return None
         _, answer, after = text.rpartition(DIALOGUE[-1]["content"])
         ids = self.backend.encode(after.lstrip(), add_special_tokens=False).ids if answer else []
@@ -96,11 +96,11 @@ class Tokenizer:
     def render(
         self, messages: Sequence[Message], /, add_generation_prompt: bool = True, **arguments: Any
     ) -> str:
-        """Put messages into the chat template, as transformers' `apply_chat_template` does.
+        """Render messages by the chat template, as transformers' `apply_chat_template` does.
 
-        `arguments` are what the template reads besides, such as `enable_thinking`, `tools` or
-        `documents`. Raises ValueError when there is no template; RenderingError when it refuses the
-        messages or goes beyond the limits of `templates.py`.
+        `arguments` are further inputs of the template, such as `enable_thinking`, `tools` or
+        `documents`. Raises ValueError if there is no template; RenderingError if it refuses the
+        messages or exceeds the limits of `templates.py`.
         """
         return self.render_all([messages], add_generation_prompt, **arguments)[0]
 
@@ -111,7 +111,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **arguments: Any,
     ) -> list[str]:
-        """Put each chat into the chat template, as `render` does."""
+        """Render each chat by the chat template, as `render` does."""
         renderer = self._renderer
         if arguments.get("tools") is not None:
             renderer = self._tool_renderer or renderer
@@ -210,9 +210,9 @@ def read_tokenizer(folder: Path) -> Tokenizer:
 
 
 def _read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the chat templates of a folder by name; ValueError where none is the default.
+    """Return the chat templates of a folder by name; ValueError if none is the default.
 
-    Files come before the templates in tokenizer_config.json, all of them.
+    Template files take precedence over the templates in tokenizer_config.json.
     """
     place = folder / "tokenizer_config.json"
     named = settings.get("chat_template") or []
@@ -237,7 +237,7 @@ def _read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]
 
 
 def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> None:
-    """Raise ValueError when the tokenizer can give an id that the model has no embedding for."""
+    """Raise ValueError if the tokenizer can return an id without an embedding in the model."""
     largest = max(tokenizer.backend.get_vocab(with_added_tokens=True).values())
     if largest >= config.vocab_size:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Samples that are drawn ahead: for the next step, from the weights before this step's update."""
+"""Prefetched samples: for the next step, from the weights before this step's update."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from rlhf_jax.monitoring.trace import Span
 
 @dataclasses.dataclass(frozen=True)
 class SamplesAhead:
-    """Hold finished samples of a step that is still to be trained on."""
+    """Hold finished samples of a step that is not trained on yet."""
 
     samples: list[Sample]
-    rows: np.ndarray  # [prompts] int64, of their prompts
-    drawn_at: int  # updates that the weights had seen
+    rows: np.ndarray  # [prompts] int64, the rows of their prompts
+    drawn_at: int  # updates of the weights that generated them
     metrics: dict[str, float]  # of their generation
-    # what the slices did meanwhile, in seconds since it began by the clock of `time.perf_counter`
+    # work of the slices, in seconds since the beginning by the clock of `time.perf_counter`
     began: float = 0.0
     spans: list[Span] = dataclasses.field(default_factory=list)
 
     def document(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: JSON values and numpy arrays, samples one behind another.
+        """Return the content of a checkpoint: JSON values and numpy arrays, samples concatenated.
 
         Spans are left out: they belong to the step in which the samples were drawn.
         """
         samples = self.samples
-        top_k = [support for one in samples for support in one.support]
+        top_k = [top_k_ids for one in samples for top_k_ids in one.top_k_ids]
         return {
             "rows": np.array(self.rows, np.int64),
             "drawn_at": self.drawn_at,
@@ -47,14 +47,14 @@ class SamplesAhead:
 def restore_samples(
     document: Mapping[str, Any], prompts: Prompts, max_new_tokens: int
 ) -> SamplesAhead:
-    """Return the samples that `document` was made of, of the same prompts."""
+    """Return the samples restored from `document`, for the same prompts."""
     rows = np.asarray(document["rows"])
     ids = np.asarray(document["ids"]).reshape(len(rows), -1)
     ends = np.cumsum(document["lengths"])[:-1]
     tokens = iter(np.split(np.asarray(document["tokens"], np.int32), ends))
     logprobs = iter(np.split(np.asarray(document["logprobs"], np.float32), ends))
-    support = document["support"]
-    supports = iter([] if support is None else np.split(np.asarray(support, np.int32), ends))
+    top_k_ids = document["support"]
+    supports = iter([] if top_k_ids is None else np.split(np.asarray(top_k_ids, np.int32), ends))
     samples = []
     for row, own in zip(rows.tolist(), ids.tolist(), strict=True):
         request = Request(prompts.tokens[row], tuple(own), max_new_tokens)
@@ -65,7 +65,7 @@ def restore_samples(
                 [],
                 tokens=next(tokens).tolist(),
                 logprobs=next(logprobs).tolist(),
-                support=list(next(supports, ())),
+                top_k_ids=list(next(supports, ())),
                 done=True,
             )
             for sample_id in own

@@ -1,4 +1,4 @@
-"""Assign samples to slices, and move running ones, as a policy of reallocation decides."""
+"""Assign samples to slices and move running ones, by the reallocation policy."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from rlhf_jax.generation.strategy.acceptance import bands_ahead
 from rlhf_jax.mesh import Layout
 from rlhf_jax.runtime import messages
 
-# Bytes a second that a move carries, about (a CPU's by benchmarks/moves.py).
+# Approximate bandwidth of a move in bytes per second (a CPU's by benchmarks/moves.py).
 LINK_SPEED = {"cpu": 1e9, "gpu": 5e10, "tpu": 5e10}
-# Seconds that a move takes besides.
+# Fixed seconds per move.
 MOVE_SECONDS = 2e-3
-# Rounds of all slices after which samples are reassigned, if none has ended before.
+# Rounds of all slices after which samples are reassigned if none has ended before.
 REASSIGNED_EVERY = 32
 
 Unfinished = list[tuple[int, int, int]]  # (sample id, its slice, tokens so far)
@@ -32,18 +32,17 @@ Unfinished = list[tuple[int, int, int]]  # (sample id, its slice, tokens so far)
 
 @dataclasses.dataclass(frozen=True)
 class AssignmentPolicy:
-    """Say how samples are assigned to slices in one stage."""
+    """Hold the policy that assigns samples to slices in one stage."""
 
     # None: each slice gets its share at once, and keeps it
     plan_reallocation: Callable[[ClusterView], Reallocation] | None = None
-    # what is known of the lengths of responses
+    # the model of response lengths
     lengths: LengthForecasts = dataclasses.field(default_factory=LengthForecasts)
-    # slices are served one after the other, not as they are ready: then a run repeats itself
+    # slices are served in turn, not as they become ready: then a run is reproducible
     in_turn: bool = False
-    # of the stage, where processes assign together or share a slice: no other has it before
-    # `forget`
+    # of the stage, if processes assign together or share a slice: unique until `forget`
     name: str = ""
-    # seconds of inference a token on a slice that decodes no more; 0 where there is none to do
+    # inference seconds per token on a slice that is done decoding; 0 if there is none to do
     scoring: float = 0.0
     unscored: Callable[[], float] = lambda: 0.0  # tokens of finished samples that wait for it
 
@@ -58,21 +57,21 @@ class AssignmentState:
     own_slices: dict[int, SliceBatch]  # this process's slices, by their number
     layouts: list[Layout]  # of all slices
     samples: dict[int, Sample]  # all of them, by id
-    unassigned: list[int]  # ids of samples that have no slice yet
+    unassigned: list[int]  # ids of samples without a slice
     policy: AssignmentPolicy
     run: GenerationRun
     # [requests, bins + 1] chances that a response is longer than each of `length_model.EDGES`
     survival: np.ndarray
-    survival_of: dict[int, int]  # which of them is a request's, by request id
-    running: dict[int, int]  # tokens of each running sample when samples were last reassigned
+    survival_of: dict[int, int]  # index of a request in it, by request id
+    running: dict[int, int]  # tokens of each running sample at the last reassignment
     ended: dict[int, list[int]]  # lengths of responses that have ended, by request id
     rounds_received: int = 0  # since samples were reassigned last
     samples_ended: int = 0  # since then
-    freed: tuple[int, ...] = ()  # slices that are to decode nothing but what they have
+    freed: tuple[int, ...] = ()  # slices that get no further samples
 
     @property
     def due(self) -> bool:
-        """Say whether to reassign: after some rounds, or where nothing else can happen."""
+        """Return whether to reassign: after some rounds, or if nothing else can happen."""
         if self.policy.plan_reallocation is None:
             return False
         in_flight = any(batch.in_flight for batch in self.own_slices.values())
@@ -85,11 +84,11 @@ class AssignmentState:
 @messages.register
 @dataclasses.dataclass(frozen=True)
 class Assignments:
-    """Say by sample ids what changes: samples that begin, running ones that move."""
+    """Hold changes by sample ids: samples that begin, running ones that move."""
 
     admissions: list[tuple[int, int]]  # (sample, slice)
     moves: list[tuple[int, int, int]]  # (sample, from slice, to slice)
-    freed: list[int]  # slices that are to decode nothing but what they have
+    freed: list[int]  # slices that get no further samples
     over: bool = False  # nothing is left to do
 
 
@@ -100,7 +99,7 @@ def begin_assignment(
     policy: AssignmentPolicy,
     run: GenerationRun,
 ) -> AssignmentState:
-    """Assign a prompt's samples together, in turn to each slice; or none where a policy will.
+    """Assign a prompt's samples together, to the slices in turn; none if a policy assigns them.
 
     layouts: of all slices, those of other processes included.
     """
@@ -112,7 +111,7 @@ def begin_assignment(
         if not reallocates:
             slices[turn % len(slices)].queue.extend(begun)
 
-    asked = [request for request in requests if reallocates and request.sample_ids]
+    movable = [request for request in requests if reallocates and request.sample_ids]
     common = length_model.survival(policy.lengths.lengths)
     state = AssignmentState(
         own_slices={batch.number: batch for batch in slices},
@@ -121,19 +120,19 @@ def begin_assignment(
         unassigned=list(samples) if reallocates else [],
         policy=policy,
         run=run,
-        survival=np.tile(common, (len(asked), 1)),
-        survival_of={request.id: place for place, request in enumerate(asked)},
+        survival=np.tile(common, (len(movable), 1)),
+        survival_of={request.id: place for place, request in enumerate(movable)},
         running={},
-        ended={request.id: [] for request in asked},
+        ended={request.id: [] for request in movable},
     )
-    _forecast(state, [request for request in asked if request.history])
+    _forecast(state, [request for request in movable if request.history])
     return state
 
 
 def _forecast(state: AssignmentState, requests: Sequence[Request]) -> None:
-    """Forecast the lengths of samples anew, from the narrower of what is known of their prompts."""
+    """Update the forecasts of lengths, from the narrower of the prompts' sources."""
     known = state.policy.lengths
-    found: dict[str, list[tuple[int, References]]] = {}
+    by_source: dict[str, list[tuple[int, References]]] = {}
     for request in requests:
         sources = []
         limit = request.max_new_tokens
@@ -146,16 +145,16 @@ def _forecast(state: AssignmentState, requests: Sequence[Request]) -> None:
         chosen = forecasts.narrowest(known, sources)
         if chosen is not None:
             own = state.survival_of[request.id], chosen
-            found.setdefault(chosen.source, []).append(own)
-    for chosen in found.values():
+            by_source.setdefault(chosen.source, []).append(own)
+    for chosen in by_source.values():
         places, references = zip(*chosen, strict=True)
         state.survival[list(places)] = forecasts.survival(known, forecasts.joined(references))
 
 
 def _follow(state: AssignmentState, running: Unfinished) -> None:
-    """Learn which samples have ended since the last time, and what that says of their siblings.
+    """Record samples that ended since the last call, for the forecasts of their siblings.
 
-    Of a sample on another process the last length that it reported is known.
+    For a sample on another process, its last reported length is used.
     """
     now = {sample_id: tokens for sample_id, _, tokens in running}
     ended = [sample_id for sample_id in state.running if sample_id not in now]
@@ -179,9 +178,9 @@ def unfinished(state: AssignmentState) -> Unfinished:
 
 
 def reassign(state: AssignmentState, running: Unfinished) -> Assignments:
-    """Ask the policy what to do with the unfinished samples of all slices and the unassigned.
+    """Run the policy on the unfinished samples of all slices and on the unassigned ones.
 
-    The count of rounds until it is `due` again begins anew.
+    This restarts the count of rounds until it is `due`.
     """
     assert state.policy.plan_reallocation is not None
     state.rounds_received = 0
@@ -191,20 +190,22 @@ def reassign(state: AssignmentState, running: Unfinished) -> Assignments:
     if not (running or waiting):
         return Assignments([], [], [])
     ids, places, generated = map(list, zip(*running, *waiting, strict=True))
-    found = state.policy.plan_reallocation(_view(state, ids, places, generated=np.array(generated)))
+    reallocation = state.policy.plan_reallocation(
+        _view(state, ids, places, generated=np.array(generated))
+    )
     return Assignments(
-        admissions=[(ids[index], to) for index, to in found.admissions],
-        moves=[(ids[index], places[index], to) for index, to in found.moves],
-        freed=np.flatnonzero(found.freed).tolist(),
+        admissions=[(ids[index], to) for index, to in reallocation.admissions],
+        moves=[(ids[index], places[index], to) for index, to in reallocation.moves],
+        freed=np.flatnonzero(reallocation.freed).tolist(),
     )
 
 
 def _view(
     state: AssignmentState, ids: list[int], places: list[int], generated: np.ndarray
 ) -> ClusterView:
-    """Describe to the policy where unfinished samples are, and what rounds and moves cost.
+    """Describe the unfinished samples and the costs of rounds and moves, for the policy.
 
-    A move costs some seconds, and more for each token of context: its part of the caches.
+    The cost of a move has a fixed part and a part per token of context, for its caches.
     """
     batch = next(iter(state.own_slices.values()))
     requests = [state.samples[one].request for one in ids]
@@ -215,8 +216,8 @@ def _view(
     draft = batch.state.draft
     token_bytes = (batch.state.cache.nbytes + (draft.cache.nbytes if draft else 0)) / slots
 
-    # Tokens a second of one row, by how many are live. Without a selector only their ratios are
-    # right: rounds seem long, and moves cost nothing beside them.
+    # Tokens per second of one row, by live rows. Without a selector only their ratios are right:
+    # rounds seem long, and moves seem to cost nothing in comparison.
     run = state.run
     rows = run.decoding.max_rows
     sizes = [
@@ -249,10 +250,10 @@ def apply_assignments(
     wanted: Assignments,
     carry: Callable[[int, int, int], None] | None = None,
 ) -> None:
-    """Do what is wanted of this process's slices.
+    """Carry out the assignments for this process's slices.
 
     `carry` moves a sample from or to a slice of another process: (sample id, from, to). A sample
-    whose prompt alone is prefilled stays where it is.
+    whose prompt is prefilled but which has not begun stays where it is.
     """
     slices = state.own_slices
     decoding = state.run.decoding
@@ -262,7 +263,7 @@ def apply_assignments(
             source = slices[number]
             target = slices[to]
             if sample in source.rows:
-                # Rounds in flight, on whichever slices they are, may add so many tokens.
+                # Rounds in flight, on any slice, may add this many tokens.
                 longest_path = 1 + max(len(one.parents) for one in decoding.strategies)
                 most = sample.length + sample.rounds_in_flight * longest_path
                 slots = row_transfer.width(most, source.state.tokens.shape[1])
@@ -285,7 +286,7 @@ def apply_assignments(
 
 
 def leave(batch: SliceBatch, sample: Sample, slots: int) -> RowPacket:
-    """Take a running sample out of its row: what of it travels, with so many token slots."""
+    """Remove a running sample from its row; return its packet, with this many token slots."""
     row = batch.rows.index(sample)
     place = np.array([row], np.int32)
     batch.rows[row] = None
@@ -300,10 +301,10 @@ def join(
     packet: RowPacket,
     receive_first: Sequence[tuple[SliceBatch, InFlightRound]] = (),
 ) -> None:
-    """Let a sample that has travelled run on in a free row.
+    """Continue a transferred sample in a free row.
 
-    receive_first: rounds in flight on other slices that it is in; they are received before the
-    first one here.
+    receive_first: its rounds in flight on other slices; they are received before its first round
+    here.
     """
     row = batch.rows.index(None)
     place = np.array([row], np.int32)

@@ -1,4 +1,4 @@
-"""The weights that decoding reads: the policy's own, and those of the drafter beside it."""
+"""Prepare the weights for decoding: the policy's, and those of the drafter."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from rlhf_jax.models.weight import OutputFirst, WeightKind, plain
 from rlhf_jax.placement.transfer import transfer_ends, transfer_layers
 from rlhf_jax.types import Layer, Model, Models
 
-# Platforms whose products of few rows are faster so: at every number of rows from 1 to 128, by
+# Platforms on which products of few rows are faster this way: for all row counts from 1 to 128, by
 # benchmarks/products.py (benchmarks/results/products.jsonl).
 INPUTS_LAST = ("cpu",)
 
 
 def decoding_weights(policy: Model, layout: Layout = ONE_DEVICE) -> Model:
-    """Return the policy as generation wants it: layers unrolled, in the layout's dtype and places.
+    """Return the policy for generation: layers unrolled, in the layout's dtype and sharding.
 
-    On `INPUTS_LAST` platforms each matrix has its inputs last, else any kind is made plain. Where
-    the vocabulary is split, it is padded, so that each device has whole blocks of the two-level
-    draw.
+    On `INPUTS_LAST` platforms each matrix has its inputs last; elsewhere any kind becomes plain. A
+    split vocabulary is padded, so that each device has whole blocks of the two-level draw.
     """
     turns = layout.platform in INPUTS_LAST
     ends = _ends(transfer_ends(policy, layout, layout.dtype), layout=layout, turns=turns)
@@ -40,7 +39,7 @@ def decoding_weights(policy: Model, layout: Layout = ONE_DEVICE) -> Model:
 
 @functools.partial(jax.jit, static_argnames=("layout", "turns"))
 def _ends(model: Model, layout: Layout, *, turns: bool) -> Model:
-    """Pad the vocabulary of a model without layers where it is split, and turn its head."""
+    """Pad a split vocabulary of a model without layers, and transpose its head."""
     has_words = model.embed is not None and not model.config.scalar_head
     if layout.extent("tensor") > 1 and has_words:
         model = pad_vocab(model, BLOCK * layout.extent("tensor"))
@@ -65,10 +64,10 @@ def _decoded(layer: Layer, layout: Layout, family: str, *, turns: bool) -> Layer
 def decoding_models(
     models: Models, frozen: Mapping[str, Model], layout: Layout
 ) -> tuple[Model, Model | None]:
-    """Return policy and drafter as generation wants them: unrolled, cast, laid out.
+    """Return policy and drafter for generation: unrolled, cast, sharded.
 
-    The drafter is the student that is trained, with the policy's embedding and head, else the
-    frozen one, if any.
+    The drafter is the student in training, with the policy's embedding and head, else the frozen
+    one, if any.
     """
     target = decoding_weights(models["policy"].weights, layout)
     drafter = models["drafter"].weights if "drafter" in models else frozen.get("drafter")
@@ -76,10 +75,10 @@ def decoding_models(
 
 
 def student_for(target: Model, drafter: Model | None, layout: Layout = ONE_DEVICE) -> Model | None:
-    """Return the drafter that runs beside the decoding weights `target`.
+    """Return the drafter to run with the decoding weights `target`.
 
-    A student, which has layers and a norm alone, is unrolled as `target` is, with its
-    very embedding and head. A drafter that has its own, or None, is returned as it is.
+    A student (layers and a norm only) is unrolled like `target` and shares its embedding and head.
+    A complete drafter, or None, is returned unchanged.
     """
     if drafter is None or drafter.embed is not None:
         return drafter
@@ -87,7 +86,7 @@ def student_for(target: Model, drafter: Model | None, layout: Layout = ONE_DEVIC
 
 
 def completed(student: Model, policy: Model) -> Model:
-    """Return the whole model of a student's layers and norm, and the policy's embedding and head.
+    """Return a student completed with the policy's embedding and head.
 
     Nothing is copied.
     """

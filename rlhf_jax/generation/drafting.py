@@ -1,4 +1,4 @@
-"""State how the run of a config may draft: its strategies, their drafters, and their model."""
+"""Derive the drafting of a run from its config: strategies, drafters, and draft model."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from rlhf_jax.generation.strategy.candidates import Candidates
 
 
 def strategies(config: Config) -> Candidates:
-    """Return the strategies that may be chosen: the one that is named, or all that are possible.
+    """Return the candidate strategies: the named one, or all that are possible.
 
-    Those of 'adaptive' draft by every drafter that is registered and for which the run has what it
-    needs. Drafts are replayed only by evaluation and under repeated noise, and not where texts
-    depend on the drafts.
+    Those of 'adaptive' use every registered drafter whose requirements the run meets. Replay needs
+    an evaluation or repeated noise, and text that does not depend on the drafts.
     """
     generation = config.generation
     has_model = derived.names_model(config)
@@ -31,30 +30,30 @@ def strategies(config: Config) -> Candidates:
 
 
 def drafters(config: Config) -> tuple[Drafter, ...]:
-    """Return the drafters of the strategies that may be chosen."""
+    """Return the drafters of the candidate strategies."""
     return drafters_of(strategies(config).strategies)
 
 
 def replays(config: Config) -> bool:
-    """Tell whether a drafter reads the text that the same noise gave before."""
+    """Return whether a drafter reads the earlier text of the same noise."""
     return any(one.needs_earlier for one in drafters(config))
 
 
 def drafts_by_model(config: Config) -> bool:
-    """Tell whether a drafter needs a draft model."""
+    """Return whether a drafter needs a draft model."""
     return any(one.needs_model for one in drafters(config))
 
 
 def keeps_draft_logits(config: Config) -> bool:
-    """Tell whether acceptance reads what a draft model's tokens were drawn from."""
+    """Return whether acceptance reads the distributions of a draft model's tokens."""
     return RULES[config.generation.acceptance].reads_logits and drafts_by_model(config)
 
 
 def has_drafter(config: Config) -> bool:
-    """Tell whether a run has a draft model, to draft with or to train."""
+    """Return whether a run has a draft model, to draft with or to train."""
     return derived.generates(config) and (derived.makes_drafter(config) or drafts_by_model(config))
 
 
 def trains_drafter(config: Config) -> bool:
-    """Tell whether a run trains a student as its draft model."""
+    """Return whether a run trains a student as its draft model."""
     return has_drafter(config) and config.drafter.layers > 0 and config.drafter.learning_rate > 0

@@ -1,7 +1,7 @@
-"""Generate: the host loop over slices that decode samples, each in its own time.
+"""Generate: the host loop over slices that decode samples independently.
 
-The host decides and the devices work. It never waits for one slice while another could be given
-rounds, and moves samples between slices where a policy says so; their text depends on none of that.
+The host decides and the devices compute. It never waits for one slice while another could get
+rounds, and moves samples between slices as a policy decides; texts depend on none of this.
 """
 
 from __future__ import annotations
@@ -58,16 +58,15 @@ def generate(
 ) -> Iterator[Sample]:
     """Yield every sample of `requests` as it finishes, in order of finishing.
 
-    target and drafter have unrolled layers, in the dtype they decode in, repeated over the slices
-    of the layout; the drafter is wanted where a strategy's drafter `needs_model`. Under replayable
+    target and drafter have unrolled layers, in the dtype of decoding, repeated over the slices of
+    the layout; the drafter is required if a strategy's drafter `needs_model`. Under replayable
     acceptance a sample's tokens are a function of (weights, prompt, seed, sample id, sampling): not
-    of the strategies, the rows, the slices or the order. The `selector` chooses each round's
-    strategy among those that `compiler` has compiled; without it the first is always taken, without
-    `compiler` a strategy is compiled when it is first used. `assignment_policy` says which slice
-    decodes what, and moves samples; by default each slice gets its share of the requests at once,
-    and keeps it. `idle_work` is other work for a slice that decodes nothing more. `observe` is
-    called with each round's report. Raises ValueError for a prompt that does not fit, and
-    StageAborted where another process gives the stage up.
+    of strategies, rows, slices or order. The `selector` chooses each round's strategy among those
+    that `compiler` has compiled; without it the first is always used, without `compiler` a strategy
+    compiles on first use. `assignment_policy` assigns samples to slices and moves them; by default
+    each slice gets its share of the requests at once, and keeps it. `idle_work` is other work for a
+    slice that has nothing left to decode. `observe` is called with each round's report. Raises
+    ValueError for a prompt that does not fit, and StageAborted if another process aborts the stage.
     """
     requests = list(requests)
     group = slice_group_of(layout, assignment_policy.name)
@@ -80,11 +79,11 @@ def generate(
     reallocates = assignment_policy.plan_reallocation is not None
 
     def may_do_idle_work(batch: SliceBatch) -> bool:
-        # All processes that share a slice say the same of it.
+        # All processes that share a slice get the same answer.
         may_decode = batch.samples or (state.unassigned and batch.number not in state.freed)
         return idle_work is not None and idle_work.waits and not may_decode
 
-    received: list[RoundResult] = []  # of samples that are to move to another process
+    received: list[RoundResult] = []  # of samples that will move to another process
     coordinator = PlanCoordinator(
         state,
         settle=lambda batch: received.extend(receive_all(batch, run)),
@@ -102,7 +101,7 @@ def generate(
             refill(batch, decoding, reallocates=reallocates, drains=drains)
             while can_dispatch(batch):
                 dispatch_round(batch, drains, run)
-            # The leader of the processes that share the slice sees whether it has room.
+            # The leader of the processes that share the slice checks whether it has room.
             if (
                 idle_work is not None
                 and may_do_idle_work(batch)
@@ -121,7 +120,7 @@ def _check(
     layout: Layout,
     group: SliceGroup,
 ) -> None:
-    """Raise ValueError for what cannot be generated."""
+    """Raise ValueError for invalid requests."""
     target, drafter = models
     if any(one.needs_model for one in decoding.drafters) and drafter is None:
         raise ValueError(
@@ -139,14 +138,14 @@ def _check(
             raise ValueError(
                 f"A prompt of {length} tokens with up to {request.max_new_tokens} new"
                 f" ones does not fit the cache of {decoding.max_length} slots; shorten the prompt,"
-                " ask for fewer tokens or raise the slots."
+                " lower the number of new tokens or raise the slots."
             )
         latest = max(request.earlier, default=-1)
         if decoding.rule.depends_on_drafts and min(request.sample_ids, default=0) <= latest:
             raise ValueError(
                 f"Under acceptance {decoding.acceptance!r} no draft may stem from the noise that"
                 f" accepts it, and sample {min(request.sample_ids)} may draft from the text of"
-                f" sample {latest}; ask for ids beyond those of all earlier texts, as `requests`"
+                f" sample {latest}; use ids beyond those of all earlier texts, as `requests`"
                 " does."
             )
     if group.several and not group.name:
@@ -162,7 +161,7 @@ def _finish(
     state: AssignmentState,
     observe: Callable[[RoundReport], None],
 ) -> Iterator[Sample]:
-    """Yield the samples that ended with rounds, as these are received, and free their rows."""
+    """Yield the samples that received rounds ended, and free their rows."""
     for report, ended in results:
         state.rounds_received += 1
         state.samples_ended += len(ended)

@@ -1,4 +1,4 @@
-"""Keep earlier responses, which later roll-outs of a prompt look up and replay."""
+"""Keep earlier responses, for lookup and replay in later roll-outs of a prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf_jax.generation.requests import Request, Sample
 from rlhf_jax.generation.speculative.rules import AcceptanceRule
 
 MOST_TOKENS = 1 << 23  # of all texts together: 34 MB, and 45 MB of a checkpoint
-DIGEST = 16  # bytes that a prompt is known by
+DIGEST = 16  # bytes of a prompt's digest
 
 Texts = collections.deque[tuple[int, np.ndarray]]  # (sample id, text), the latest last
 
@@ -20,17 +20,17 @@ Texts = collections.deque[tuple[int, np.ndarray]]  # (sample id, text), the late
 class History:
     """Keep the latest responses to each prompt, up to `size` tokens each with separators.
 
-    Each keeps the id of its sample, and with it the noise that it was drawn with. Where there are
-    more than `most` tokens in all, the prompts that were answered longest ago are forgotten.
+    Each response keeps its sample id, and hence its noise. Beyond `most` tokens in total, the
+    prompts that were answered longest ago are dropped.
     """
 
     def __init__(self, size: int, most: int = MOST_TOKENS):
         self._size = size
         self._most = most
         self._tokens = 0
-        # beyond the ids of all samples that were ever added: noise that no text was drawn with
+        # beyond the ids of all samples ever added: unused noise
         self.unused_id = 0
-        # by the prompt's digest, the one that was answered last at the end
+        # by the prompt's digest, the latest answered one at the end
         self._texts: dict[bytes, Texts] = {}
 
     def of(self, prompt: np.ndarray) -> dict[int, np.ndarray]:
@@ -38,24 +38,24 @@ class History:
         return dict(self._texts.get(_digest(prompt), ()))
 
     def of_others(self, prompt: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return the latest response to each prompt that was answered last, `prompt` left out.
+        """Return the latest response to each recently answered prompt other than `prompt`.
 
-        They are of up to `size` tokens, the last of them included, and the latest is last. Answers
-        of one kind share what they are written in, such as the keys of JSON.
+        They have up to `size` tokens in total, the latest last. Answers of one kind share
+        boilerplate, such as the keys of JSON.
         """
-        own = _digest(prompt)
-        found = []
+        digest = _digest(prompt)
+        latest = []
         tokens = 0
         for other, texts in reversed(self._texts.items()):
             if tokens >= self._size:
                 break
-            if other != own:
-                found.append(texts[-1][1])
+            if other != digest:
+                latest.append(texts[-1][1])
                 tokens += len(texts[-1][1]) + 1
-        return tuple(reversed(found))
+        return tuple(reversed(latest))
 
     def add(self, samples: Iterable[Sample]) -> None:
-        """Remember finished samples, of an id the latest text, and forget what no longer fits."""
+        """Add finished samples, of an id the latest text, and drop texts that no longer fit."""
         for sample in samples:
             self.unused_id = max(self.unused_id, sample.sample_id + 1)
             if not self._size:
@@ -72,7 +72,7 @@ class History:
                 self._tokens -= _count(self._texts.pop(next(iter(self._texts))))
 
     def with_samples(self, samples: Iterable[Sample]) -> History:
-        """Return the history after finished samples; this one stays as it is."""
+        """Return the history after finished samples; this one is not changed."""
         after = History(self._size, self._most)
         after._texts = dict(self._texts)
         after._tokens = self._tokens
@@ -83,8 +83,9 @@ class History:
     def state(self) -> dict[str, np.ndarray]:
         """Return all of it as arrays for a checkpoint.
 
-        "prompts" are their digests, "texts" how many each has, "tokens" those of all texts in a
-        row, "lengths" theirs, "ids" their samples, and "unused_id" is beyond all.
+        "prompts" are their digests, "texts" the number of texts of each, "tokens" all texts
+        concatenated, "lengths" their lengths, "ids" their samples, and "unused_id" is beyond all
+        ids.
         """
         texts = [text for of_prompt in self._texts.values() for _, text in of_prompt]
         ids = [sample_id for of_prompt in self._texts.values() for sample_id, _ in of_prompt]
@@ -98,7 +99,7 @@ class History:
         }
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        """Go on where `state` was taken; without its texts, where this one keeps none."""
+        """Restore what `state` saved; without its texts if this history keeps none."""
         self._texts = {}
         self._tokens = 0
         ids = np.asarray(state.get("ids", ()), np.int64)
@@ -111,9 +112,9 @@ class History:
         texts = iter(np.split(np.asarray(state["tokens"], np.int32), ends)[:-1])
         ids = iter(ids.tolist())
         for prompt, count in zip(state["prompts"], state["texts"], strict=True):
-            own = collections.deque((next(ids), next(texts)) for _ in range(int(count)))
-            self._texts[np.asarray(prompt, np.uint8).tobytes()] = own
-            self._tokens += _count(own)
+            texts_of_prompt = collections.deque((next(ids), next(texts)) for _ in range(int(count)))
+            self._texts[np.asarray(prompt, np.uint8).tobytes()] = texts_of_prompt
+            self._tokens += _count(texts_of_prompt)
 
 
 def _digest(prompt: np.ndarray) -> bytes:
@@ -136,7 +137,7 @@ def requests(
     used: set[int] | None = None,
     temperatures: tuple[float, ...] = (),
 ) -> list[Request]:
-    """Make one request a prompt, with consecutive sample ids from `first_id`.
+    """Make one request per prompt, with consecutive sample ids from `first_id`.
 
     Where the text depends on the drafts, the ids begin beyond those of all earlier samples, so that
     no draft stems from the noise that accepts it, and none is `repeated`. Else of each prompt's
@@ -147,7 +148,7 @@ def requests(
     if rule.depends_on_drafts:
         first_id = max(first_id, history.unused_id)
         repeated = 0
-    asked = []
+    requests_ = []
     used = set() if used is None else used
     for index, prompt in enumerate(prompts):
         texts = history.of(prompt)
@@ -157,7 +158,7 @@ def requests(
         first = first_id + index * samples_per_prompt
         fresh = range(first + len(again), first + samples_per_prompt)
         ids = (*again, *fresh)
-        asked.append(
+        requests_.append(
             Request(
                 prompt,
                 ids,
@@ -168,4 +169,4 @@ def requests(
                 others=history.of_others(prompt),
             )
         )
-    return asked
+    return requests_

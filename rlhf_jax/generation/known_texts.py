@@ -1,4 +1,4 @@
-"""Put together what lookup reads for a sample: texts of its own prompt, and of others."""
+"""Assemble the lookup corpus of a sample: texts of its own prompt, and of others."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rlhf_jax.generation.requests import Sample
 
 
 def known_texts(sample: Sample, ended: Mapping[int, np.ndarray], size: int) -> np.ndarray:
-    """Return [size] int32: what lookup reads for a sample, -1 after each text and where it ends.
+    """Return the lookup corpus of a sample [size] int32, with -1 after each text.
 
-    As much as fits of the texts of its own prompt, the latest last; before them of others, which
-    the request was given and which have `ended` since, by request.
+    Texts of its own prompt come last, the latest at the end, as many as fit; before them texts of
+    other prompts, those given with the request and those `ended` since, by request.
     """
     others = [text for request, text in ended.items() if request != sample.request.id]
     texts = (*sample.request.others, *others, *sample.texts)
@@ -26,7 +26,7 @@ def known_texts(sample: Sample, ended: Mapping[int, np.ndarray], size: int) -> n
 
 
 def keep_latest(ended: dict[int, np.ndarray], request: int, text: np.ndarray, size: int) -> None:
-    """Keep a text as its request's latest, and of others as many as `size` tokens reach."""
+    """Keep a text as its request's latest, and of others as many as fit into `size` tokens."""
     ended.pop(request, None)
     ended[request] = text
     while sum(map(len, ended.values())) - len(next(iter(ended.values()))) >= size:

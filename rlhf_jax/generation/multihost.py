@@ -1,9 +1,9 @@
-"""Decide when there is a new plan, and who makes it: one process alone, or for several rank 0.
+"""Coordinate plans of assignment: made by a single process, or for several by rank 0.
 
-Of several, each slice group reports what its slices do, rank 0 plans, and all carry its plans out
-in order. A plan has a number, and takes effect on a slice at its next round, the one that the
-leader of its group says. No group waits for another but to pass a sample on: the one that gives
-says first what the sample has by now, then both take part in the exchange of their two slices.
+With several processes, each slice group reports the state of its slices, rank 0 plans, and all
+carry out its plans in order. A plan has a number, and takes effect on a slice at its next round, as
+the leader of its group decides. No group waits for another except to pass on a sample: the sender
+first publishes the sample's content, then both take part in the exchange of their two slices.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from rlhf_jax.generation.slice_groups import (
 )
 from rlhf_jax.runtime import distributed, messages
 
-POLL = 0.02  # seconds between two looks for a plan
-PLAN_NAP = 1e-3  # seconds, where there is nothing else to do
+POLL = 0.02  # seconds between two polls for a plan
+PLAN_NAP = 1e-3  # seconds, if there is nothing else to do
 
 
 @messages.register
 @dataclasses.dataclass(frozen=True)
 class SliceReport:
-    """Say what the slices of a slice group do, after so many plans."""
+    """Report the slices of a slice group, after some number of plans."""
 
-    carried: int  # plans that it has carried out
+    carried: int  # plans carried out so far
     standing: Unfinished
 
 
 class HandOver:
-    """Say what becomes of a sample that is to move to a slice of another process."""
+    """Describe a sample that moves to a slice of another process."""
 
 
 @messages.register
 @dataclasses.dataclass(frozen=True)
 class RowHandOver(HandOver):
-    """Say what a running sample has by now; its row follows in an exchange of two slices."""
+    """Hold a running sample without its row, which follows in an exchange of two slices."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -66,40 +66,40 @@ class RowHandOver(HandOver):
     rounds: int
     accepted: int
     confidence: dict[str, int]
-    support: list[np.ndarray]
-    slots: int  # token slots of the row that travels
+    top_k_ids: list[np.ndarray]
+    slots: int  # token slots of the transferred row
 
 
 @messages.register
 @dataclasses.dataclass(frozen=True)
 class StillQueued(HandOver):
-    """Say that a sample which is to move has not begun: its new slice begins it."""
+    """Signal that a sample to move has not begun: its new slice begins it."""
 
 
 @messages.register
 @dataclasses.dataclass(frozen=True)
 class AlreadyEnded(HandOver):
-    """Say that a sample which is to move has ended meanwhile."""
+    """Signal that a sample to move has ended meanwhile."""
 
 
-# what of a sample a `RowHandOver` holds
+# fields of a sample in a `RowHandOver`
 MOVED = tuple(field.name for field in dataclasses.fields(RowHandOver) if field.name != "slots")
 
 
 @dataclasses.dataclass
 class PlanCoordinator:
-    """Play the part of this process, or of its slice group, in planning a stage."""
+    """Take part in planning a stage for this process, or its slice group."""
 
     stage: AssignmentState
     settle: Callable[[SliceBatch], None]  # receives all rounds that a slice has in flight
-    may_occupy: Callable[[], bool]  # whether an idle slice here may be given other work now
+    may_occupy: Callable[[], bool]  # whether an idle slice here may start other work now
     carried: int = 0  # plans
-    looked: float = 0.0  # for a plan, last
+    looked: float = 0.0  # time of the last poll for a plan
     over: bool = False
-    seen: set[int] = dataclasses.field(default_factory=set)  # samples that stood at the last plan
+    seen: set[int] = dataclasses.field(default_factory=set)  # unfinished samples at the last plan
 
     def goes_on(self) -> bool:
-        """Say whether anything is left to decode: here or, where samples may come, elsewhere."""
+        """Return whether anything is left to decode: here, or elsewhere if samples may arrive."""
         if self._together:
             return not self.over
         return bool(self.stage.unassigned) or any(
@@ -112,9 +112,9 @@ class PlanCoordinator:
         return several and self.stage.policy.plan_reallocation is not None
 
     def turn(self) -> None:
-        """Carry out the next plan, if it is time for one.
+        """Carry out the next plan, if it is due.
 
-        Raises StageAborted where another process gives the stage up.
+        Raises StageAborted if another process aborts the stage.
         """
         if self._together:
             if self._slice_group.decide_together(self._next):
@@ -136,13 +136,13 @@ class PlanCoordinator:
         return self.stage.run.slice_group
 
     def _next(self) -> bool:
-        """Say whether there is another plan now; a group of several that is idle waits for one.
+        """Return whether there is another plan now; an idle group of several waits for one.
 
-        Now and then it reports what there is and, if this is rank 0, plans.
+        At intervals it reports its slices and, as rank 0, plans.
         """
         busy = any(batch.busy for batch in self.stage.own_slices.values())
         while True:
-            found = False
+            exists = False
             if time.perf_counter() - self.looked < POLL:
                 time.sleep(0 if busy else PLAN_NAP)
             else:
@@ -153,9 +153,9 @@ class PlanCoordinator:
                 if self._slice_group.leads_stage:
                     self._plan()
                 plan = f"{self._name}/plan {self.carried}"
-                found = distributed.read_published(plan, Assignments) is not None
-            if found or busy or not self._slice_group.several or self.may_occupy():
-                return found
+                exists = distributed.read_published(plan, Assignments) is not None
+            if exists or busy or not self._slice_group.several or self.may_occupy():
+                return exists
 
     def _plan(self) -> None:
         """Publish the next plan, once all have carried out the last one and reported since."""
@@ -185,10 +185,11 @@ class PlanCoordinator:
         batch = self.stage.own_slices[source]
 
         def wait_until_awaited() -> None:
-            """Wait until the target of the sample awaits it; the first word on that holds."""
+            """Wait until the sample's target awaits it; the first published word decides."""
             consent = f"{word}, awaited"
             while distributed.wait_published(consent, bool, LOOK) is None:
-                # Who has given up by then takes no part in the exchange, and nor does the other.
+                # A process that has aborted by then takes no part in the exchange, and nor does the
+                # other.
                 if has_failed(self._name) and not distributed.publish_if_absent(consent, False):
                     raise StageAborted
 
@@ -207,22 +208,22 @@ class PlanCoordinator:
 
     def _take(self, sample: Sample, source: int, target: int, word: str) -> None:
         batch = self.stage.own_slices[target]
-        said = self._slice_group.decide_together(lambda: wait_for(self._name, word, HandOver))
-        if isinstance(said, StillQueued):
+        handed = self._slice_group.decide_together(lambda: wait_for(self._name, word, HandOver))
+        if isinstance(handed, StillQueued):
             batch.queue.append(sample)
-        elif isinstance(said, RowHandOver):
+        elif isinstance(handed, RowHandOver):
 
             def promise() -> None:
-                """Say that the sample is awaited: from then on both take part in the exchange."""
+                """Publish that the sample is awaited; both sides then take part in the exchange."""
                 if not distributed.publish_if_absent(f"{word}, awaited", True):
                     raise StageAborted
 
             self._slice_group.decide_together(promise)
             for name in MOVED:
-                setattr(sample, name, getattr(said, name))
+                setattr(sample, name, getattr(handed, name))
             resize(batch, len(batch.samples) + 1, self.stage.run.decoding)
             blank = row_transfer.pack_rows(
-                batch.state, np.zeros(1, np.int32), said.slots, layout=batch.layout
+                batch.state, np.zeros(1, np.int32), handed.slots, layout=batch.layout
             )
             join(batch, sample, self._pass(blank, batch, source, target))
 

@@ -19,11 +19,11 @@ from rlhf_jax.mesh import ONE_DEVICE, Layout, place_rows
 from rlhf_jax.runtime.compilation import Programs, compile_only, shapes, trace_only
 from rlhf_jax.types import Model, Strategy
 
-# Nodes that a device verifies in one call at most, where a strategy is chosen: their logits exist,
-# but for a kernel.
+# Most nodes that a device verifies in one call under an adaptive strategy: their logits exist
+# unless a kernel avoids it.
 VERIFIED = 1024
 
-RoundKey = tuple[Strategy, int, GenerationConfig, Layout]  # what a round's programs depend on
+RoundKey = tuple[Strategy, int, GenerationConfig, Layout]  # identifies a round's programs
 
 
 def first_programs(
@@ -34,17 +34,18 @@ def first_programs(
     layout: Layout = ONE_DEVICE,
     looks_back: bool = False,
 ) -> tuple[list[Callable[[], object]], Callable[[], Mapping[str, float]]]:
-    """Return what compiles the programs with which so many samples are decoded, the first in front.
+    """Return the jobs that compile the first programs of decoding, the earliest needed first.
 
-    They are rounds of the first strategy, for all rows that a slice may shrink to, and what begins
-    and ends rows. prompts: tokens of each. `looks_back` is for a selector, which wants to know how
-    its drafters would do, and the `analysis` of a round of the most rows: that is returned, too.
+    They are rounds of the first strategy for all row buckets of a slice, and the programs that
+    begin and end rows. prompts: tokens of each. `looks_back` is for a selector, which needs
+    hindsight on its drafters, and the `analysis` of a round with the most rows, which is returned,
+    too.
     """
     begin = []
     shrink = []
     batches = scheduler.begin_slices(models, samples, decoding, layout=layout)
     for batch in batches:
-        own = shapes(batch.models)
+        model_shapes = shapes(batch.models)
         sizes = scheduler.row_sizes(len(batch.rows), decoding, batch.layout)
         whole = shapes(batch.state)
         states = [whole, *(_of_rows(whole, rows, batch.layout) for rows in sizes[1:])]
@@ -53,7 +54,7 @@ def first_programs(
                 speculative_round,
                 compile_only,
                 state,
-                own,
+                model_shapes,
                 decoding.strategies[0],
                 scheduler.sibling_rows([None] * rows, decoding),
                 decoding,
@@ -62,7 +63,7 @@ def first_programs(
             )
             for rows, state in zip(sizes, states, strict=True)
         ]
-        admission = (states[0], own, prompts, decoding, batch.layout)
+        admission = (states[0], model_shapes, prompts, decoding, batch.layout)
         begin += [rounds[0], functools.partial(_compile_admission, *admission)]
         shrink += rounds[1:]
         for state, rows in zip(states, sizes[1:], strict=False):
@@ -79,41 +80,41 @@ def _compile_admission(
     decoding: GenerationConfig,
     layout: Layout,
 ) -> None:
-    """Compile what begins rows: prompts of so many tokens are prefilled, and admitted."""
+    """Compile the beginning of rows: prompts of a given length are prefilled and admitted."""
     shape = scheduler.prefill_shape(prompts, decoding, layout)
     placed = place_rows((np.zeros(shape, np.int32), np.ones(shape[0], np.int32)), layout)
     prefix = compile_only(row_verbs.prefill, *models, *placed, layout=layout)
     admission = row_verbs.Admission(**row_verbs.no_admission(state, scheduler.ADMITTED))
     compile_only(row_verbs.admit, state, prefix, admission, layout=layout)
-    _compile_remembering(state, layout)
+    _compile_write_history(state, layout)
 
 
 def _of_rows(state: DecodeState, rows: int, layout: Layout) -> DecodeState:
-    """Return shapes like those of a state, but for its rows."""
+    """Return shapes like those of a state, with another number of rows."""
     taken = row_verbs.resize(state, np.zeros(rows, np.int32), layout, trace_only)
     return jax.tree.map(lambda old, new: old.update(shape=new.shape), state, taken)
 
 
 def _compile_shrinking(state: DecodeState, rows: int, layout: Layout) -> None:
-    """Compile what keeps so many rows of a state, and what they then remember."""
+    """Compile the reduction of a state to a number of rows, and its history updates."""
     kept = np.arange(rows, dtype=np.int32)
-    _compile_remembering(row_verbs.resize(state, kept, layout, compile_only), layout)
+    _compile_write_history(row_verbs.resize(state, kept, layout, compile_only), layout)
 
 
-def _compile_remembering(state: DecodeState, layout: Layout) -> None:
-    """Compile what lets rows read texts that have ended, where they read any."""
+def _compile_write_history(state: DecodeState, layout: Layout) -> None:
+    """Compile the update of rows' histories with texts that have ended, if they have any."""
     if state.history.size:
-        told = row_verbs.no_admission(state, scheduler.ADMITTED)
-        given = (state.history, told["row"], told["history"])
+        admission = row_verbs.no_admission(state, scheduler.ADMITTED)
+        given = (state.history, admission["row"], admission["history"])
         compile_only(row_verbs.overwrite, *given, layout=layout)
 
 
 def analysis(
     state: DecodeState, target: Model, decoding: GenerationConfig, layout: Layout = ONE_DEVICE
 ) -> Mapping[str, float]:
-    """Return what XLA says that a plain round of `state` does: "flops", "bytes accessed" and more.
+    """Return XLA's cost analysis of a plain round of `state`: "flops", "bytes accessed" and more.
 
-    Where XLA says nothing, it is empty.
+    It is empty if XLA provides none.
     """
     rows = len(state.done)
     lowered = run_round.lower(
@@ -131,7 +132,7 @@ def analysis(
 
 
 class BackgroundCompiler:
-    """Compile rounds before they are needed, one at a time, once nothing else is compiled."""
+    """Compile rounds before they are needed, one at a time, once nothing else is compiling."""
 
     def __init__(self, programs: Programs):
         self.programs = programs
@@ -141,15 +142,15 @@ class BackgroundCompiler:
     def ready(
         self, strategy: Strategy, rows: int, decoding: GenerationConfig, layout: Layout
     ) -> bool:
-        """Say whether a round can be dispatched without compiling.
+        """Return whether a round can be dispatched without compiling.
 
-        The plain one always can, for it begins every stage.
+        A plain one always can, as it begins every stage.
         """
         key = _round_key(strategy, rows, decoding, layout=layout)
         return not strategy.parents or key in self._compiled
 
     def failed(self, rows: int, decoding: GenerationConfig, layout: Layout) -> set[Strategy]:
-        """Return the strategies whose rounds of so many rows could not be compiled."""
+        """Return the strategies whose rounds with this many rows failed to compile."""
         return {
             key[0]
             for key in tuple(self._failed)
@@ -159,7 +160,7 @@ class BackgroundCompiler:
     def can_submit(
         self, strategy: Strategy, rows: int, decoding: GenerationConfig, layout: Layout
     ) -> bool:
-        """Say whether a round is to be compiled, and may be now: nothing else is being compiled."""
+        """Return whether a round needs compiling and may start now: nothing else is compiling."""
         key = _round_key(strategy, rows, decoding, layout=layout)
         known = not strategy.parents or key in self._compiled or key in self._failed
         return not self.programs.left and not known
@@ -174,9 +175,9 @@ class BackgroundCompiler:
         decoding: GenerationConfig,
         layout: Layout,
     ) -> None:
-        """Have a round of so many rows compiled, for a state like `state` but for its rows."""
+        """Submit a round for compilation, for a state like `state` with this many rows."""
         key = _round_key(strategy, rows, decoding, layout=layout)
-        whole = shapes(state)  # `state` may be donated by the time that the thread begins
+        whole = shapes(state)  # `state` may be donated by the time the thread begins
         compile_round = functools.partial(
             speculative_round,
             compile_only,
@@ -206,5 +207,5 @@ class BackgroundCompiler:
 def _round_key(
     strategy: Strategy, rows: int, decoding: GenerationConfig, layout: Layout
 ) -> RoundKey:
-    """Identify a round's programs: they do not depend on what is data to them."""
+    """Return the key of a round's programs, without the parts that are data to them."""
     return strategy, rows, decoding.of_programs, layout

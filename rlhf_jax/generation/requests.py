@@ -1,4 +1,4 @@
-"""Describe what is asked of generation and what it gives, on the host."""
+"""Define the requests and results of generation, on the host."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from rlhf_jax.types import Array, Strategy, hash_once
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Ask for samples of one prompt.
+    """Request samples of one prompt.
 
-    Sample ids name the noise: they must not repeat within a seed, nor within a call of `generate`.
-    But the same prompt may be drawn again with the same noise, where the text does not depend on
-    the drafts (`AcceptanceRule`). One prompt may be asked for several times, each at a temperature
-    of its own: one program draws them all. Raises ValueError for a negative or infinite one.
+    Sample ids identify the noise: they must not repeat within a seed, nor within a call of
+    `generate`. The same prompt may be drawn again with the same noise if the text does not depend
+    on the drafts (`AcceptanceRule`). One prompt may have several requests with different
+    temperatures: one program draws them all. Raises ValueError for a negative or infinite one.
     """
 
     prompt: np.ndarray  # [P] int32
@@ -48,7 +48,7 @@ class Request:
 
     @property
     def id(self) -> int:
-        """Return the first sample id: no other request of a call has it."""
+        """Return the first sample id, unique among the requests of a call."""
         return self.sample_ids[0]
 
 
@@ -60,18 +60,18 @@ class StopStrings:
     decode: Callable[[Sequence[int]], str]  # Special tokens included, as they are written.
 
     def end(self, tokens: Sequence[int], new: int) -> int | None:
-        """Return how many tokens there are up to the first stop string; None where there is none.
+        """Return the number of tokens up to the first stop string; None if there is none.
 
-        The last `new` tokens have not been looked at before. A token that goes on after the string
+        The last `new` tokens have not been searched before. A token that goes on after the string
         stays whole, as the policy drew it.
         """
-        # A token is of a byte at least, so that no string begins before these.
+        # A token has at least one byte, so no string begins before these.
         longest = max(len(string.encode()) for string in self.strings)
         if not self._in(tokens[-(longest + new) :]):
             return None
         counts = range(len(tokens) - new + 1, len(tokens) + 1)
-        found = (count for count in counts if self._in(tokens[max(0, count - longest) : count]))
-        return next(found, None)
+        ends = (count for count in counts if self._in(tokens[max(0, count - longest) : count]))
+        return next(ends, None)
 
     def _in(self, tokens: Sequence[int]) -> bool:
         text = self.decode(tokens)
@@ -81,17 +81,17 @@ class StopStrings:
 @hash_once
 @dataclasses.dataclass(frozen=True)
 class GenerationConfig:
-    """Say how to generate: everything that is fixed for one call of `generate`."""
+    """Define one call of `generate`: everything that is fixed for its duration."""
 
     sampling: Sampling
-    strategies: tuple[Strategy, ...]  # that may be chosen; the first is taken where nothing chooses
+    strategies: tuple[Strategy, ...]  # the candidates; the first is used without a selector
     stop_tokens: tuple[int, ...]
     max_rows: int  # live rows at most
     max_length: int  # tokens of the longest sample, prompt included
     seed: int
     acceptance: str = "replayable"  # the name of a rule of acceptance
     history: int = 0  # history tokens kept for lookup
-    min_rows: int = 1  # the batch shrinks no further: each halving is a program of its own
+    min_rows: int = 1  # the least batch: each halving is another program
     stop_strings: StopStrings | None = None
 
     @classmethod
@@ -102,9 +102,9 @@ class GenerationConfig:
         stop_tokens: tuple[int, ...],
         decode: Callable[[Sequence[int]], str],
     ) -> GenerationConfig:
-        """Settle what one call of `generate` does in a run.
+        """Build the settings of a call of `generate` in a run.
 
-        `decode` turns tokens into text, special ones as they are written.
+        `decode` turns tokens into text, with special ones written out.
         """
         generation = config.generation
         return cls(
@@ -123,14 +123,14 @@ class GenerationConfig:
         )
 
     def ended_itself(self, tokens: Sequence[int]) -> bool:
-        """Say whether a finished response has an end of its own, and was not cut off."""
+        """Return whether a finished response has a stop token or string, and was not cut off."""
         if tokens[-1] in self.stop_tokens:
             return True
         return self.stop_strings is not None and self.stop_strings.end(tokens, 1) is not None
 
     @functools.cached_property
     def drafters(self) -> tuple[Drafter, ...]:
-        """Return the drafters of the strategies that may be chosen."""
+        """Return the drafters of the candidate strategies."""
         return drafters_of(self.strategies)
 
     @property
@@ -147,7 +147,7 @@ class GenerationConfig:
 
     @functools.cached_property
     def of_programs(self) -> GenerationConfig:
-        """Return the same with seed 0 and temperature 1, which are data to the programs."""
+        """Return these settings with seed 0 and temperature 1, which are data to the programs."""
         sampling = dataclasses.replace(self.sampling, temperature=1.0)
         return dataclasses.replace(self, seed=0, sampling=sampling)
 
@@ -162,13 +162,15 @@ class Sample:
     texts: list[np.ndarray]
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
-    support: list[np.ndarray] = dataclasses.field(default_factory=list)  # [top_k] each, under top-k
+    top_k_ids: list[np.ndarray] = dataclasses.field(
+        default_factory=list
+    )  # [top_k] each, under top-k
     # class of each drafter at its last look
     confidence: dict[str, int] = dataclasses.field(default_factory=dict)
     unfed: int = 0  # tokens since the draft model last drafted for it
     rounds: int = 0  # rounds it took part in
     accepted: int = 0  # drafted tokens that were accepted
-    rounds_in_flight: int = 0  # rounds that it takes part in and whose results have not been read
+    rounds_in_flight: int = 0  # its rounds whose results have not been read
     done: bool = False
 
     @property
@@ -178,7 +180,7 @@ class Sample:
 
     @property
     def length(self) -> int:
-        """Return the tokens that are known, prompt included."""
+        """Return the number of known tokens, prompt included."""
         return len(self.request.prompt) + len(self.tokens)
 
     @property
@@ -188,34 +190,34 @@ class Sample:
 
     @functools.cached_property
     def seen_prompt(self) -> bool:
-        """Say whether its prompt has been rolled out before."""
+        """Return whether its prompt has earlier roll-outs."""
         return bool(self.request.history or self.request.earlier)
 
 
 class IdleWork(Protocol):
-    """Offer other work to slices that decode nothing more.
+    """Provide other work for slices that have nothing left to decode.
 
     Processes that share a slice have the same work, in one order.
     """
 
     @property
     def waits(self) -> bool:
-        """Say whether there is any now."""
+        """Return whether there is work now."""
         ...
 
     def feed(self, number: int, layout: Layout) -> Array:
-        """Dispatch the next of it to slice `number`: an array that is ready when it is done."""
+        """Dispatch the next work to slice `number`; the returned array is ready when it is done."""
         ...
 
 
 def is_ready(result: Array) -> bool:
-    """Say whether a device has computed a result."""
+    """Return whether a device has computed a result."""
     # The type stubs of jax.Array lack the method.
     return cast(Any, result).is_ready()
 
 
 def as_sequences(samples: Sequence[Sample], slots: int) -> Sequences:
-    """Return host arrays [B, slots] of samples, in the order given; responses are under the mask.
+    """Return host arrays [B, slots] of samples, in the given order; the mask covers responses.
 
     Samples of one prompt are a group.
     """
@@ -228,8 +230,8 @@ def as_sequences(samples: Sequence[Sample], slots: int) -> Sequences:
     prompts = (sample.prompt.tobytes() for sample in samples)
     group = np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], np.int32)
     columns: dict[str, Array] = {"sampled_logprobs": logprobs, "sample_ids": ids}
-    if samples and samples[0].support:
-        width = len(samples[0].support[0])
+    if samples and samples[0].top_k_ids:
+        width = len(samples[0].top_k_ids[0])
         columns["top_k_ids"] = np.full((*shape, width), -1, np.int32)
     for row, sample in enumerate(samples):
         start = len(sample.prompt)
@@ -239,13 +241,13 @@ def as_sequences(samples: Sequence[Sample], slots: int) -> Sequences:
         mask[row, start:end] = True
         logprobs[row, start:end] = sample.logprobs
         if "top_k_ids" in columns:
-            columns["top_k_ids"][row, start:end] = sample.support
+            columns["top_k_ids"][row, start:end] = sample.top_k_ids
     return Sequences(tokens, mask, group).with_columns(**columns)
 
 
 @dataclasses.dataclass(frozen=True)
 class RoundReport:
-    """Report what the host knows of a round when its results arrive."""
+    """Report a round as known to the host when its results arrive."""
 
     strategy: Strategy
     rows: int  # row slots decoded, idle ones included
@@ -253,15 +255,15 @@ class RoundReport:
     tokens: int
     accepted: int
     drafted: int
-    context: int = 0  # known tokens of the live samples, before it
-    lag: int = 0  # tokens that the draft model had to catch up on, of the sample that lacked most
-    seconds: float | None = None  # None where they are not known to be the round's own
+    context: int = 0  # tokens of the live samples before it
+    lag: int = 0  # most tokens by which the draft model was behind in a sample
+    seconds: float | None = None  # None if the round cannot be timed alone
     observations: Mapping[str, Observations] = dataclasses.field(default_factory=dict)  # by drafter
     slice: int = 0
-    began: float = 0.0  # when it was dispatched, by the clock of `time.perf_counter`,
-    ended: float = 0.0  # and when its counters were read
-    moves: int = 0  # samples that came from other slices since the slice's round before,
-    moved_bytes: int = 0  # with their caches
+    began: float = 0.0  # time of dispatch, by the clock of `time.perf_counter`,
+    ended: float = 0.0  # and time at which its counters were read
+    moves: int = 0  # samples that came from other slices since the slice's previous round,
+    moved_bytes: int = 0  # and their bytes with their caches
     finished: int = 0  # samples that ended with it
 
 
@@ -280,7 +282,7 @@ class GenerationCounts:
     moved_bytes: int = 0
 
     def add(self, report: RoundReport) -> None:
-        """Count one round; a round that nobody took part in is not one."""
+        """Count one round, unless no row took part in it."""
         self.rounds += report.live > 0
         self.row_slots += report.rows
         self.live += report.live
@@ -296,7 +298,7 @@ class GenerationCounts:
         return GenerationCounts(*(own + more for own, more in counts))
 
     def metrics(self, seconds: float) -> dict[str, float]:
-        """Return the stage's figures by name; `tokens_per_round` is a row's, so plain has 1."""
+        """Return the stage's metrics by name; `tokens_per_round` is per row, so plain has 1."""
         return {
             "generation/seconds": seconds,
             "generation/tokens": self.tokens,

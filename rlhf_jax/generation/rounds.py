@@ -1,9 +1,9 @@
 """Dispatch the rounds of a slice and receive their results. Host code.
 
-The next round is chosen and dispatched before the results of the one before it are read, so that
-the device never waits for the host; a row that has finished meanwhile is a no-op for one round. But
-a long replayed draft ends rows, or shows that they have diverged from their earlier text: the round
-after it is chosen when its results are there.
+The next round is chosen and dispatched before the results of the previous one are read, so that the
+device never waits for the host; a row that has finished meanwhile is a no-op for one round. But a
+long replayed draft ends rows, or shows that they have diverged from their earlier text: the round
+after it is chosen from its results.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from rlhf_jax.generation.strategy.predict import Situation
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.types import Strategy
 
-# Rounds of a slice that are in flight at one time, at most.
+# Most rounds of a slice in flight.
 MOST_IN_FLIGHT = 2
-# Replayed drafts of a row from which on the results of its round are waited for.
+# Replayed drafts per row from which on the results of a round are awaited.
 LONG_REPLAY = 4
-# Seconds between two looks for a slice whose results have arrived.
+# Seconds between two polls for a slice whose results have arrived.
 LOOK_INTERVAL = 5e-5
 
 RoundResult = tuple[RoundReport, list[Sample]]  # a round's report, and the samples it ended
@@ -49,7 +49,7 @@ RoundResult = tuple[RoundReport, list[Sample]]  # a round's report, and the samp
 
 @dataclasses.dataclass(frozen=True)
 class GenerationRun:
-    """Hold what all slices share in one call of `generate`."""
+    """Hold the state that all slices share in one call of `generate`."""
 
     decoding: GenerationConfig
     selector: Selector | None
@@ -58,10 +58,9 @@ class GenerationRun:
 
 
 def can_dispatch(batch: SliceBatch) -> bool:
-    """Say whether the slice may begin another round.
+    """Return whether the slice may begin another round.
 
-    It may not while results must be known first, nor once all its samples are sure to have reached
-    their limits.
+    It may not if it must wait for results, or once all its samples are sure to reach their limits.
     """
     if len(batch.in_flight) == MOST_IN_FLIGHT:
         return False
@@ -75,9 +74,9 @@ def can_dispatch(batch: SliceBatch) -> bool:
 
 
 def dispatch_round(batch: SliceBatch, drains: bool, run: GenerationRun) -> None:
-    """Choose a strategy and start a round of the slice, and the copy of its results to the host.
+    """Choose a strategy, start a round of the slice, and start copying its results to the host.
 
-    drains: no sample will be assigned to the slice any more.
+    drains: the slice gets no further samples.
     """
     live = batch.live
     lag = draft_lag(batch)
@@ -138,9 +137,9 @@ def _choose(
     siblings: np.ndarray,
     run: GenerationRun,
 ) -> tuple[Strategy, np.ndarray | None]:
-    """Return the next round's strategy, and the expected gain by which a packed one ranks drafts.
+    """Return the next round's strategy, and the expected gains that rank a packed one's drafts.
 
-    What the selector would rather have is compiled meanwhile, as is its choice for fewer rows.
+    A better strategy is compiled in the background, as is the choice for fewer rows.
     """
     compiler = run.compiler
     decoding = run.decoding
@@ -171,13 +170,13 @@ def _choose(
 
 
 def slices_in_turn(slices: Sequence[SliceBatch]) -> Iterator[SliceBatch]:
-    """Yield the slices with rounds in flight one after the other, so that a run repeats itself."""
+    """Yield the slices with rounds in flight in turn, so that a run is reproducible."""
     while True:
         yield from [batch for batch in slices if batch.in_flight] or slices[:1]
 
 
 def slices_as_ready(slices: Sequence[SliceBatch]) -> Iterator[SliceBatch]:
-    """Yield the slice whose results are there, the one that was served least recently first.
+    """Yield slices whose results have arrived, the least recently served one first.
 
     A slice that alone has rounds in flight is yielded at once.
     """
@@ -198,15 +197,15 @@ def slices_as_ready(slices: Sequence[SliceBatch]) -> Iterator[SliceBatch]:
 
 
 def receive_next(batch: SliceBatch, run: GenerationRun) -> Iterator[RoundResult]:
-    """Receive the slice's oldest round, after those of other slices that its samples were in.
+    """Receive the slice's oldest round, after those of other slices with its samples.
 
-    Its results are read: samples grow, and the selector hears of the round.
+    Its results are read: samples grow, and the selector observes the round.
     """
     if not batch.in_flight:
         return
     yield from _receive_first(batch.in_flight[0].receive_first, run)
     sent = batch.in_flight.popleft()
-    # Without a wait the results came some time before the host, which cannot know when.
+    # Without a wait the results came earlier than the host, at an unknown time.
     waited = batch.seen_unfinished or not is_ready(sent.words)
     batch.seen_unfinished = False
     results = from_words(np.asarray(sent.words), sent.results)
@@ -229,7 +228,7 @@ def receive_next(batch: SliceBatch, run: GenerationRun) -> Iterator[RoundResult]
 
 
 def receive_all(batch: SliceBatch, run: GenerationRun) -> Iterator[RoundResult]:
-    """Receive all rounds in flight of the samples of a slice, on whichever slices they are."""
+    """Receive all rounds in flight of the samples of a slice, on any slice."""
     yield from _receive_first(batch.receive_first, run)
     while batch.in_flight:
         yield from receive_next(batch, run)
@@ -238,23 +237,23 @@ def receive_all(batch: SliceBatch, run: GenerationRun) -> Iterator[RoundResult]:
 def _receive_first(
     rounds: Iterable[tuple[SliceBatch, InFlightRound]], run: GenerationRun
 ) -> Iterator[RoundResult]:
-    """Receive these rounds, and whatever must come before them."""
+    """Receive these rounds, and those that must come before them."""
     for batch, sent in rounds:
         while sent in batch.in_flight:
             yield from receive_next(batch, run)
 
 
 def _grow(sent: InFlightRound, results: Results, stop_strings: StopStrings | None) -> list[Sample]:
-    """Give samples what they gained in a round, and return those that it ended.
+    """Append a round's tokens to samples, and return the samples that it ended.
 
-    The device knows of no stop strings: what it draws after one is left out.
+    The device does not know stop strings: tokens after one are cut off here.
     """
     emission = results.emission
     confidence = {name: own.confidence.tolist() for name, own in results.hindsight.items()}
     if results.confidence is not None:
         confidence[sent.strategy.drafter] = results.confidence.tolist()
     feeds_model = drafter_of(sent.strategy).needs_model
-    # Lists, which are quicker than arrays where single numbers are read.
+    # Lists are faster than arrays for reading single numbers.
     tokens, logprobs, accepted, done = (
         leaf.tolist()
         for leaf in (emission.tokens, emission.logprobs, emission.accepted, emission.done)
@@ -270,16 +269,16 @@ def _grow(sent: InFlightRound, results: Results, stop_strings: StopStrings | Non
             continue
         sample.tokens += tokens[row][:count]
         sample.logprobs += logprobs[row][:count]
-        if emission.support is not None:
-            sample.support += list(emission.support[row, :count].copy())
+        if emission.top_k_ids is not None:
+            sample.top_k_ids += list(emission.top_k_ids[row, :count].copy())
         sample.rounds += 1
         sample.accepted += accepted[row]
         sample.done = done[row]
         end = stop_strings and stop_strings.end(sample.tokens, count)
         if end is not None:
             sample.done = True
-            for found in (sample.tokens, sample.logprobs, sample.support):
-                del found[end:]
+            for column in (sample.tokens, sample.logprobs, sample.top_k_ids):
+                del column[end:]
         sample.unfed = 0 if feeds_model else sample.unfed + count
         sample.confidence = {name: classes[row] for name, classes in confidence.items()}
         if sample.done:
@@ -321,9 +320,9 @@ def _report(
 def _observe_drafters(
     sent: InFlightRound, results: Results, confidence: list[dict[str, int]]
 ) -> dict[str, Observations]:
-    """Observe the drafter that drafted by its drafts, and the others by looking back.
+    """Observe the round's drafter by its drafts, and the others by hindsight.
 
-    A round ends where its drafter was wrong, so looking back from there would see too many of its
+    A round ends where its drafter was wrong, so hindsight from there would see too many of its
     misses.
     """
     if not results.hindsight and not sent.strategy.parents:

@@ -1,6 +1,6 @@
 """Begin rows of a decoding state (`prefill`, `admit`), keep some (`resize`), end them (`retire`).
 
-The row comes first in every leaf, but in those of caches, which move their rows themselves.
+The row is the first axis of every leaf except in caches, which move their rows themselves.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from rlhf_jax.types import Array, Model, ModelConfig
 
 @struct.dataclass
 class Prefix:
-    """Hold prefilled prompts, one a row: what every sample of a prompt begins with."""
+    """Hold prefilled prompts, one per row: the common beginning of a prompt's samples."""
 
     tokens: Array  # [B, P] int32
     length: Array  # [B] int32
-    cache: KVCache  # as the kind's `prefill` gives it: row first
+    cache: KVCache  # from the kind's `prefill`: row first
     draft_cache: KVCache | None
 
 
 @struct.dataclass
 class Admission:
-    """Say which samples begin, from which prefix, in which rows.
+    """Define samples that begin: their prefixes and rows.
 
     A row past the end admits nothing.
     """
@@ -51,7 +51,7 @@ class Admission:
 
 
 def no_admission(state: DecodeState, size: int) -> dict[str, np.ndarray]:
-    """Return the fields of an admission of `size` samples that begins none, to be filled."""
+    """Return the fields of an empty admission of `size` samples, to be filled in."""
     return {
         "source": np.zeros(size, np.int32),
         "row": np.full(size, len(state.done), np.int32),
@@ -100,10 +100,10 @@ def empty(
 def resize(
     state: DecodeState, rows: Array, layout: Layout = ONE_DEVICE, execute: Execute = run_now
 ) -> DecodeState:
-    """Take the given rows [R] int32 leaf by leaf, and use `state` up.
+    """Take the given rows [R] int32 leaf by leaf, and donate `state`.
 
-    Each leaf is given up as soon as it is copied: so the peak of memory is one leaf more. `state`
-    may be shapes, where `execute` runs nothing.
+    Each leaf is freed once it is copied, so the peak of memory is one leaf more. `state` may be
+    shapes if `execute` runs nothing.
     """
 
     def move(part):
@@ -114,7 +114,7 @@ def resize(
 
 
 def retire(state: DecodeState, rows: Array, layout: Layout = ONE_DEVICE) -> DecodeState:
-    """Make rows [R] int32 idle; a row past the end is dropped. `state` is used up."""
+    """Make rows [R] int32 idle; rows past the end are dropped. `state` is donated."""
     done = overwrite(state.done, rows, np.ones(len(rows), bool), layout=layout)
     return dataclasses.replace(state, done=done)
 
@@ -161,12 +161,12 @@ def admit(
     return pin_rows(rows_in(state, admission.row, new), layout)
 
 
-def remember(
+def write_history(
     state: DecodeState, rows: Array, history: Array, layout: Layout = ONE_DEVICE
 ) -> DecodeState:
-    """Replace the history [R, E] int32 of rows [R] int32; a row past the end is dropped.
+    """Replace the history [R, E] int32 of rows [R] int32; rows past the end are dropped.
 
-    `state` is used up.
+    `state` is donated.
     """
     history = overwrite(state.history, rows, history, layout=layout)
     return dataclasses.replace(state, history=history)
@@ -174,7 +174,7 @@ def remember(
 
 @functools.partial(jax.jit, static_argnames=("layout",), donate_argnames=("leaf",))
 def overwrite(leaf: Array, rows: Array, new: Array, layout: Layout = ONE_DEVICE) -> jax.Array:
-    """Replace rows [R] int32 of one leaf by `new` [R, ...]; one past the end is dropped.
+    """Replace rows [R] int32 of one leaf by `new` [R, ...]; rows past the end are dropped.
 
     A program of the whole state would take ten times as long to compile. `leaf` is donated.
     """

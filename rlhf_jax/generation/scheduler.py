@@ -1,6 +1,6 @@
-"""Hold the batch of a slice, and decide which sample is in which of its rows. Host code.
+"""Hold the batch of a slice, and assign samples to its rows. Host code.
 
-Samples are admitted to free rows, finished ones give theirs up, and the batch is halved when few
+Samples are admitted to free rows, finished ones free theirs, and the batch is halved when few
 samples are left.
 """
 
@@ -26,13 +26,13 @@ from rlhf_jax.generation.speculative.round import ModelPair
 from rlhf_jax.mesh import Layout, place_rows
 from rlhf_jax.types import Array, Strategy
 
-# Prompts that one call prefills, ahead of need; the last call may have 4, 2 or 1.
+# Prompts prefilled in one call, ahead of need; the last call may have 4, 2 or 1.
 PREFILLED = 8
-# Samples that one call admits to rows.
+# Samples admitted to rows in one call.
 ADMITTED = 8
-# Tokens that a short prompt is padded to; longer ones to twice, four times ... as many.
+# Padded length of a short prompt in tokens; longer ones have twice, four times ... as many.
 NARROWEST_PROMPT = 32
-# Running samples of the same prompt that a lookup reads, at most.
+# Most running samples of the same prompt that a lookup reads.
 SIBLINGS = 3
 
 
@@ -47,36 +47,36 @@ class PrefilledSample:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class InFlightRound:
-    """Describe a round that was dispatched and whose results the host has not read."""
+    """Describe a dispatched round whose results the host has not read."""
 
     strategy: Strategy
     samples: list[Sample | None]  # of each row, None for an idle one
     results: Results
     words: Array  # the results on their way to the host (`as_words`)
     context: int  # known tokens of the live samples
-    lag: int  # tokens that the draft model lacked, of the sample that lacked most
-    undisturbed: bool  # its slice did nothing else since the round before
-    follows: bool  # it was dispatched while the round before it ran
-    compilations: int  # that the compiler had begun and ended when it was dispatched
-    dispatched: float  # seconds, by the clock of `time.perf_counter`
-    # Rounds of other slices that its samples took part in; they are received before it.
+    lag: int  # most tokens by which the draft model was behind in a sample
+    undisturbed: bool  # its slice did nothing else since the previous round
+    follows: bool  # it was dispatched while the previous round ran
+    compilations: int  # begun and ended by the compiler at its dispatch
+    dispatched: float  # time in seconds, by the clock of `time.perf_counter`
+    # Rounds of its samples on other slices; they are received before it.
     receive_first: tuple[tuple[SliceBatch, InFlightRound], ...]
     moved_bytes: tuple[int, ...]  # of each sample that had come from another slice
 
 
 @dataclasses.dataclass(eq=False)
 class SliceBatch:
-    """Hold what one slice decodes: its rows, the samples it is to begin, its rounds in flight.
+    """Hold the work of one slice: its rows, the samples it is to begin, its rounds in flight.
 
     This module changes its rows, and `rounds` its rounds. Others only put samples into its queue,
-    or have running ones leave and join it (`assignment`).
+    or let running ones leave and join it (`assignment`).
     """
 
     number: int
     models: ModelPair
     layout: Layout
     state: DecodeState
-    rows: list[Sample | None]  # the sample of each row, None where it is idle
+    rows: list[Sample | None]  # the sample of each row, None for an idle one
     # samples to begin
     queue: collections.deque[Sample] = dataclasses.field(default_factory=collections.deque)
     prefilled: collections.deque[PrefilledSample] = dataclasses.field(
@@ -87,18 +87,18 @@ class SliceBatch:
         default_factory=collections.deque
     )
     state_after_round: DecodeState | None = None  # as the last round leaves it
-    # When the last results arrived, in seconds; None where the host came later than they.
+    # When the last results arrived, in seconds; None if they came before the host.
     received: float | None = None
-    seen_unfinished: bool = False  # the oldest round still ran when it was last looked at
+    seen_unfinished: bool = False  # the oldest round still ran at the last poll
     # These two are of the next round: see `InFlightRound`.
     receive_first: list[tuple[SliceBatch, InFlightRound]] = dataclasses.field(default_factory=list)
     moved_bytes: list[int] = dataclasses.field(default_factory=list)
-    # What `siblings` found, and for which rows.
+    # The results of `siblings`, and the rows they are for.
     siblings: np.ndarray | None = None
     siblings_of: list[Sample | None] = dataclasses.field(default_factory=list)
-    # The latest text that ended here of each request, the last one last.
+    # The latest text of each request that ended here, the last one at the end.
     ended_texts: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
-    # Results of other work that the slice was given; they are ready when it is done.
+    # Results of other work on the slice; they are ready when it is done.
     idle_work: list[Array] = dataclasses.field(default_factory=list)
 
     @property
@@ -112,22 +112,22 @@ class SliceBatch:
 
     @property
     def samples(self) -> list[Sample]:
-        """Return the samples in its rows and those that it is to begin."""
+        """Return the samples in its rows and in its queue."""
         return [*self.live, *(waiting.sample for waiting in self.prefilled), *self.queue]
 
     @property
     def busy(self) -> bool:
-        """Say whether it has anything left to decode."""
+        """Return whether it has anything left to decode."""
         return bool(self.queue or self.prefilled or self.in_flight or any(self.rows))
 
     @property
     def has_room(self) -> bool:
-        """Say whether it may be given other work: at most one call of it is not finished."""
+        """Return whether it may start other work: at most one call of it is unfinished."""
         return sum(not is_ready(work) for work in self.idle_work) < 2
 
     @property
     def results_ready(self) -> bool:
-        """Say whether the results of its oldest round have arrived."""
+        """Return whether the results of its oldest round have arrived."""
         return bool(self.in_flight) and is_ready(self.in_flight[0].words)
 
 
@@ -144,12 +144,12 @@ def cache_slots(longest: int, strategies: Iterable[Strategy], layout: Layout) ->
 
 
 def prompt_width(longest: int, slots: int) -> int:
-    """Return the tokens that prompts of at most `longest` tokens are padded to for prefill."""
+    """Return the padded length in tokens of prompts of at most `longest` tokens, for prefill."""
     return min(max(NARROWEST_PROMPT, 1 << (longest - 1).bit_length()), slots)
 
 
 def shared(rows: int, layout: Layout) -> int:
-    """Round a number of rows up to equal shares for the devices that rows lie on."""
+    """Round a number of rows up to equal shares of the devices."""
     shards = layout.row_shards
     return -(-rows // shards) * shards
 
@@ -167,7 +167,7 @@ def row_bucket(live: int, most: int, decoding: GenerationConfig, layout: Layout)
 
 
 def row_sizes(rows: int, decoding: GenerationConfig, layout: Layout) -> list[int]:
-    """Return the numbers of rows that a slice of so many shrinks to, halved each time."""
+    """Return the row counts to which a slice of this size shrinks, halved each time."""
     sizes = [rows]
     while (fewer := row_bucket(sizes[-1] // 2, sizes[-1], decoding, layout)) < sizes[-1]:
         sizes.append(fewer)
@@ -177,9 +177,9 @@ def row_sizes(rows: int, decoding: GenerationConfig, layout: Layout) -> list[int
 def begin_slices(
     models: ModelPair, samples: int, decoding: GenerationConfig, layout: Layout
 ) -> list[SliceBatch]:
-    """Return the batches of this process's slices, with the idle rows that `samples` begin with.
+    """Return the batches of this process's slices, with the initial idle rows for `samples`.
 
-    Slices that it shares with other processes are among them.
+    Slices shared with other processes are included.
     """
     target, drafter = models
     draft_config = None if drafter is None else drafter.config
@@ -205,10 +205,10 @@ def begin_slices(
 
 
 def refill(batch: SliceBatch, decoding: GenerationConfig, reallocates: bool, drains: bool) -> None:
-    """Admit the samples that wait to free rows, and give the slice as many rows as it needs.
+    """Admit waiting samples to free rows, after resizing the slice to the rows it needs.
 
-    reallocates: samples are assigned where rows are free, so the slice gets rows for all its own.
-    drains: no sample will be assigned to it any more, so rows that none waits for are given up.
+    reallocates: samples are assigned to free rows, so the slice keeps rows for all its own. drains:
+    it gets no further samples, so rows that none waits for are dropped.
     """
     if reallocates:
         waiting = len(batch.queue) + len(batch.prefilled)
@@ -238,14 +238,14 @@ def refill(batch: SliceBatch, decoding: GenerationConfig, reallocates: bool, dra
 def prefill_shape(
     prompts: Sequence[int], decoding: GenerationConfig, layout: Layout
 ) -> tuple[int, int]:
-    """Return the shape in which the first of some prompts are prefilled, told by length."""
+    """Return the shape in which the first of some prompts are prefilled, given their lengths."""
     lengths = prompts[:PREFILLED]
     rows = shared(1 << (len(lengths) - 1).bit_length(), layout)
     return rows, prompt_width(max(lengths), decoding.max_length)
 
 
 def _prefill(batch: SliceBatch, decoding: GenerationConfig) -> None:
-    """Prefill the next prompts of the queue, each once for all of its samples in a row."""
+    """Prefill the next prompts of the queue, each once for all of its consecutive samples."""
     groups: list[list[Sample]] = []
     while batch.queue:
         same = bool(groups) and batch.queue[0].request.id == groups[-1][0].request.id
@@ -299,7 +299,7 @@ def _admit(
 
 
 def resize(batch: SliceBatch, wanted: int, decoding: GenerationConfig) -> None:
-    """Give the slice the fewest rows that hold `wanted` samples, its live ones included."""
+    """Resize the slice to the fewest rows that hold `wanted` samples, its live ones included."""
     size = row_bucket(max(wanted, 1), decoding.max_rows, decoding, layout=batch.layout)
     if size == len(batch.rows):
         return
@@ -311,7 +311,8 @@ def resize(batch: SliceBatch, wanted: int, decoding: GenerationConfig) -> None:
     taken = np.array(kept + [0] * added, np.int32)
     state = row_verbs.resize(batch.state, taken, batch.layout)
     if added:
-        # Rows past the end are dropped: so one program of a size does for any number of new rows.
+        # Rows past the end are dropped: so one program of a size suffices for any number of new
+        # rows.
         new_rows = np.arange(size, dtype=np.int32) + len(kept)
         state = row_verbs.retire(state, new_rows, layout=batch.layout)
     batch.state = state
@@ -333,7 +334,7 @@ def release_finished(
         return
     reads = decoding.history and any(one.needs_history for one in decoding.drafters)
     for batch in slices:
-        # Of no others: processes that share a slice all know what has ended there.
+        # No others: all processes that share a slice know which samples have ended there.
         for sample in batch.live if reads else ():
             if sample.done:
                 text = np.array(sample.tokens, np.int32)
@@ -361,11 +362,11 @@ def release_finished(
             for i, (place, sibling) in enumerate(siblings[start : start + ADMITTED]):
                 row[i] = place
                 history[i] = known_texts(sibling, batch.ended_texts, decoding.history)
-            batch.state = row_verbs.remember(batch.state, row, history, layout=batch.layout)
+            batch.state = row_verbs.write_history(batch.state, row, history, layout=batch.layout)
 
 
 def siblings(batch: SliceBatch, decoding: GenerationConfig) -> np.ndarray:
-    """Return the `sibling_rows` of a slice's rows, found anew only where these have changed."""
+    """Return the `sibling_rows` of a slice's rows, recomputed only if these have changed."""
     if batch.siblings is None or batch.siblings_of != batch.rows:
         batch.siblings = sibling_rows(batch.rows, decoding)
         batch.siblings_of = list(batch.rows)
@@ -375,12 +376,12 @@ def siblings(batch: SliceBatch, decoding: GenerationConfig) -> np.ndarray:
 def sibling_rows(rows: Sequence[Sample | None], decoding: GenerationConfig) -> np.ndarray:
     """Return [B, SIBLINGS] int32: rows with running samples of the same prompt, -1 for none.
 
-    It is [B, 0] where nothing looks up.
+    It is [B, 0] without a lookup drafter.
     """
     reads = any(one.needs_history for one in decoding.drafters)
-    found = np.full((len(rows), SIBLINGS if reads else 0), -1, np.int32)
-    if not found.size:
-        return found
+    siblings = np.full((len(rows), SIBLINGS if reads else 0), -1, np.int32)
+    if not siblings.size:
+        return siblings
     rows_of = collections.defaultdict(list)  # by request id
     for row, sample in enumerate(rows):
         if sample is not None:
@@ -388,5 +389,5 @@ def sibling_rows(rows: Sequence[Sample | None], decoding: GenerationConfig) -> n
     for group in rows_of.values():
         for row in group:
             others = [other for other in group if other != row][:SIBLINGS]
-            found[row, : len(others)] = others
-    return found
+            siblings[row, : len(others)] = others
+    return siblings

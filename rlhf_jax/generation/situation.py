@@ -1,4 +1,4 @@
-"""The state of a slice as the selector is told of it before a round."""
+"""Describe the state of a slice to the selector, before a round."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rlhf_jax.generation.strategy.predict import Situation
 
 
 def draft_lag(batch: SliceBatch) -> int:
-    """Return the tokens that the draft model lacks of the sample of which it lacks most.
+    """Return the most tokens by which the draft model is behind in a sample.
 
-    A round of its own that is in flight reads all that the samples in it have by now.
+    A round of its own in flight reads all that the samples in it have by now.
     """
     fed = set()
     if batch.in_flight:
@@ -36,23 +36,23 @@ def situation_of(
     decoding: GenerationConfig,
     compiler: BackgroundCompiler | None,
 ) -> Situation:
-    """Describe to the selector the round that the slice is to have next.
+    """Describe the next round of the slice to the selector.
 
-    context: tokens of its samples, together. drains: no sample will be assigned to it any more.
+    context: total tokens of its samples. drains: the slice gets no further samples.
     """
     layout = batch.layout
     live = batch.live
     rows = len(batch.rows)
 
-    # [D, CLASSES] samples by confidence, on each of several devices that share a budget each.
+    # [D, CLASSES] samples by confidence, on each of several devices with separate budgets.
     by_device = {}
     for name in (one.name for one in decoding.drafters if one.packs and layout.row_shards > 1):
         kinds = [one.confidence.get(name, 0) if one else CLASSES for one in batch.rows]
         on_device = np.array(kinds).reshape(layout.row_shards, -1, 1)
         by_device[name] = (on_device == np.arange(CLASSES)).sum(axis=1)
 
-    # Only of drafters by an earlier text, as their classes last: a text that has left its earlier
-    # one rarely comes back.
+    # Only of drafters by an earlier text, as their classes last: a text that has diverged from its
+    # earlier one rarely returns to it.
     left = {}
     last = drains and not batch.queue and not batch.prefilled
     for name in (one.name for one in decoding.drafters if last and one.needs_earlier):

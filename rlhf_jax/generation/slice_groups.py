@@ -1,8 +1,8 @@
 """Let processes that share a slice decide as one: the first decides, the others follow in order.
 
-Every process of a slice group runs the same host loop, which is a function of what it is told and
-of the rounds that arrive; all that depends on a clock, on what is compiled or on what other
-processes say is decided by the leader alone, and numbered.
+Every process of a slice group runs the same host loop, which is a function of its decisions and of
+the rounds that arrive; everything that depends on a clock, on compilation or on other processes'
+messages is decided by the leader alone, and numbered.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any, TypeVar
 from rlhf_jax.mesh import Layout
 from rlhf_jax.runtime import distributed, messages
 
-LOOK = 1.0  # seconds between two looks for a process that has given up
+LOOK = 1.0  # seconds between two polls for a process that has aborted
 
 T = TypeVar("T")
 
 
 @messages.register_error
 class StageAborted(Exception):
-    """Say that another process has given the stage up; its own error says why."""
+    """Signal that another process has aborted the stage; its own error has the reason."""
 
 
 @messages.register
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """Carry what the leader of a slice group has decided."""
+    """Carry a decision of the leader of a slice group."""
 
     value: Any
 
@@ -37,24 +37,24 @@ class Decision:
 class SliceGroup:
     """Hold the processes that share a slice in a stage, of which this is one."""
 
-    ranks: tuple[int, ...] = (distributed.LEADER,)  # none, where this process does not generate
-    name: str = ""  # of the stage: one that no other stage at its time has
-    all_ranks: tuple[int, ...] = (distributed.LEADER,)  # of all groups, one after the other
+    ranks: tuple[int, ...] = (distributed.LEADER,)  # none if this process does not generate
+    name: str = ""  # of the stage: unique among concurrent stages
+    all_ranks: tuple[int, ...] = (distributed.LEADER,)  # of all groups, concatenated
     decided: int = 0
 
     @property
     def several(self) -> bool:
-        """Say whether it has more than one process."""
+        """Return whether it has more than one process."""
         return len(self.ranks) > 1
 
     @property
     def leads(self) -> bool:
-        """Say whether this process decides, and speaks for the slices of the group."""
+        """Return whether this process decides and reports for the group's slices."""
         return self.ranks[:1] == (distributed.rank(),)
 
     @property
     def leads_stage(self) -> bool:
-        """Say whether this process plans the stage, and speaks for all of it."""
+        """Return whether this process plans the stage and reports for all of it."""
         return distributed.rank() == self.all_ranks[0]
 
     @property
@@ -70,10 +70,9 @@ class SliceGroup:
         return list(items[number :: self.slice_groups])
 
     def decide_together(self, decide: Callable[[], T]) -> T:
-        """Return what the leader decides; all of the group call it, in the same order.
+        """Return the leader's decision; all of the group call it, in the same order.
 
-        Raises StageAborted where the leader has given the stage up; for others that have, the
-        leader alone looks.
+        Raises StageAborted if the leader has aborted the stage; only the leader polls for others.
         """
         if not self.several:
             return decide()
@@ -86,7 +85,7 @@ class SliceGroup:
         return decision
 
     def publish(self, word: str, value: object) -> None:
-        """Tell other processes a value, once for all of the group."""
+        """Publish a value to other processes, once for all of the group."""
         if self.leads:
             distributed.publish(word, value)
 
@@ -95,13 +94,13 @@ def slice_group_of(layout: Layout, name: str = "") -> SliceGroup:
     """Return this process's slice group in a stage over all slices of a layout."""
     if layout.mesh is None:
         return SliceGroup((distributed.rank(),), name, tuple(range(distributed.count())))
-    own = next((part.owners for part in layout.split() if part.is_here), ())
-    return SliceGroup(own, name, layout.owners)
+    owners = next((part.owners for part in layout.split() if part.is_here), ())
+    return SliceGroup(owners, name, layout.owners)
 
 
 @contextlib.contextmanager
 def failed(stage: str) -> Iterator[None]:
-    """Stand around a process's part of a stage: should it fail, the others wait no longer."""
+    """Wrap a process's part of a stage: if it fails, the others stop waiting."""
     try:
         yield
     except BaseException:
@@ -111,21 +110,21 @@ def failed(stage: str) -> Iterator[None]:
 
 
 def has_failed(stage: str, rank: int | None = None) -> bool:
-    """Say whether a process, of this rank or any, has given the stage up."""
+    """Return whether a process, of this rank or any, has aborted the stage."""
     return distributed.read_published(_failure(stage, rank), bool) is not None
 
 
 def check(stage: str, rank: int | None = None) -> None:
-    """Raise StageAborted where a process, of this rank or any, has given the stage up."""
+    """Raise StageAborted if a process, of this rank or any, has aborted the stage."""
     if has_failed(stage, rank):
         raise StageAborted
 
 
 def wait_for(stage: str, word: str, kind: type[T], rank: int | None = None) -> T:
-    """Return what another process publishes under a word.
+    """Return the value that another process publishes under a key.
 
-    Raises StageAborted where a process, of this rank or any, gives the stage up meanwhile; if one
-    dies, the coordination service ends this one.
+    Raises StageAborted if a process, of this rank or any, aborts the stage meanwhile; if one dies,
+    the coordination service ends this one.
     """
     while (value := distributed.wait_published(word, kind, LOOK)) is None:
         check(stage, rank)
@@ -133,5 +132,5 @@ def wait_for(stage: str, word: str, kind: type[T], rank: int | None = None) -> T
 
 
 def _failure(stage: str, rank: int | None = None) -> str:
-    """Return under what name it stands that a process, of this rank or any, has failed."""
+    """Return the key under which the failure of a process, of this rank or any, is published."""
     return f"{stage}/failed" if rank is None else f"{stage}/failed {rank}"

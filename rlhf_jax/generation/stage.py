@@ -1,4 +1,4 @@
-"""The generation stage: every sample of some prompts, from all slices and processes, in order."""
+"""The generation stage: all samples of some prompts, from all slices and processes, in order."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ from rlhf_jax.types import Model
 
 T = TypeVar("T")
 
-# What counts of accepted drafts weigh once the policy has moved, as a factor.
+# The factor on counts of accepted drafts after each policy update.
 KEPT_ACCEPTANCE = 0.5
-# Finished texts that a draft model reads after a stage, at most.
+# Most finished texts that a draft model reads after a stage.
 TEXTS_READ = 8
-# The draft model reads at most one text of so many: reading costs far less than it saves.
+# The draft model reads at most this share of texts: reading costs far less than it saves.
 TEXTS_FOR_ONE_READ = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class GenerationSettings:
-    """Say how a run generates; nothing here changes from step to step."""
+    """Hold the settings of a run's generation; constant from step to step."""
 
     decoding: GenerationConfig
     layout: Layout
@@ -62,21 +62,21 @@ class GenerationSettings:
     temperatures: tuple[float, ...] = ()
     # more roll-outs, at most, in place of prompts without signal
     resample: int = 0
-    # samples of a prompt, at most, that repeat the noise of earlier ones
+    # most samples of a prompt that repeat the noise of earlier ones
     repeated_noise: int = 0
-    # compiles strategies before they are used; None: where they are first used
+    # compiles strategies before they are used; None: on first use
     compiler: BackgroundCompiler | None = None
-    # where samples run; None: they stay on the slice that they were dealt to
+    # where samples run; None: they stay on the slice they were dealt to
     plan_reallocation: Callable[[ClusterView], Reallocation] | None = None
-    # slices are served one after the other, so that a run repeats itself
+    # slices are served in turn, so that a run is reproducible
     in_turn: bool = False
-    # seconds, about, in which a slice scores a token of what is finished; 0: no slice does
+    # approximate seconds of a slice to score a token of finished samples; 0: no slice does
     scoring_seconds: float = 0.0
 
 
 @dataclasses.dataclass
 class StageRecord:
-    """Count what the rounds of a stage did here, and note when each slice did it."""
+    """Count the rounds of a stage on this process, and record when each slice ran them."""
 
     counts: GenerationCounts = dataclasses.field(default_factory=GenerationCounts)
     spans: list[Span] = dataclasses.field(default_factory=list)
@@ -97,12 +97,12 @@ class StageRecord:
 @messages.register
 @dataclasses.dataclass(frozen=True)
 class FinishedSample:
-    """Tell other processes of a sample that has ended."""
+    """Carry a finished sample to other processes."""
 
     sample_id: int
     tokens: np.ndarray  # [T] int32
     logprobs: np.ndarray  # [T] float32
-    support: np.ndarray | None  # [T, top_k] int32, under top-k
+    top_k_ids: np.ndarray | None  # [T, top_k] int32, under top-k
     rounds: int
     accepted: int
 
@@ -121,8 +121,9 @@ def generate_samples(
 ) -> list[Sample]:
     """Generate all samples of the requests, in their order, with every process of the run.
 
-    The processes that share a slice decode their share of the requests or, where there is a plan,
-    what that says. `finished` hears of each sample that ends here. Raises what a process raised.
+    The processes that share a slice decode their share of the requests or, with planned
+    reallocation, the samples assigned to it. `finished` is called with each sample that ends here.
+    Raises the error of any process.
     """
     slice_group = slice_group_of(settings.layout)
     own_requests = requests if assignment_policy.plan_reallocation else slice_group.share(requests)
@@ -146,7 +147,7 @@ def generate_samples(
                 finished(sample)
     except Exception as raised:
         # Processes that share a slice may wait on their devices for one that failed: there the
-        # error ends them. They stop where all are between two rounds, and so may tell each other.
+        # error ends them. They stop where all are between two rounds, and so can communicate.
         if not distributed.started() or (slice_group.several and not isinstance(raised, Stopped)):
             raise
         error = raised
@@ -161,9 +162,9 @@ def generate_samples(
 def _share_samples(
     samples: Sequence[Sample], requests: Sequence[Request], error: Exception | None, leads: bool
 ) -> list[Sample]:
-    """Return the finished samples of all processes; raise what one of them raised.
+    """Return the finished samples of all processes; raise the error of any of them.
 
-    leads: whether this process speaks for those that share its slices, and have the same samples.
+    leads: whether this process reports for those that share its slices, and have the same samples.
     """
 
     def share() -> list[FinishedSample]:
@@ -174,7 +175,7 @@ def _share_samples(
                 one.sample_id,
                 np.array(one.tokens, np.int32),
                 np.array(one.logprobs, np.float32),
-                support=np.array(one.support, np.int32) if one.support else None,
+                top_k_ids=np.array(one.top_k_ids, np.int32) if one.top_k_ids else None,
                 rounds=one.rounds,
                 accepted=one.accepted,
             )
@@ -190,7 +191,7 @@ def _share_samples(
             [],
             tokens=one.tokens.tolist(),
             logprobs=one.logprobs.tolist(),
-            support=[] if one.support is None else list(one.support),
+            top_k_ids=[] if one.top_k_ids is None else list(one.top_k_ids),
             rounds=one.rounds,
             accepted=one.accepted,
             done=True,
@@ -207,7 +208,7 @@ def from_leader(value: T, settings: GenerationSettings) -> T:
 
 
 def by_group(own: object, nothing: object, settings: GenerationSettings) -> list:
-    """Return what each group of processes has to say of its slices: its first process speaks."""
+    """Return the report of each group's slices; the first process of a group reports."""
     leads = slice_group_of(settings.layout).leads
     return distributed.gather(own if leads else nothing)
 
@@ -219,11 +220,11 @@ def end_stage(
     decoding: GenerationConfig,
     settings: GenerationSettings,
 ) -> Selector | None:
-    """Let the selector learn from a finished stage; return it as the next stage begins with it.
+    """Let the selector learn from a finished stage; return it for the next stage.
 
     A draft model reads a few texts once, teacher-forced, so that drafters by its own draws are
-    known even where they never drafted. Under rejection it does not: there text has noise of its
-    own, and no rank in the model's draw says what would have been accepted.
+    measured even if they never drafted. Under rejection it does not: there text has noise of its
+    own, and ranks in the model's draw do not predict acceptance.
     """
     if selector is None:
         return None
@@ -246,7 +247,7 @@ def read_texts(
     decoding: GenerationConfig,
     settings: GenerationSettings,
 ) -> Observations:
-    """Measure what the draft model would have drafted on finished texts.
+    """Measure the drafts that the draft model would have made on finished texts.
 
     It reads TEXTS_READ rows, or as many more as the devices share evenly.
     """
@@ -274,17 +275,17 @@ def read_texts(
 def first_programs(
     models: ModelPair, prompts: Sequence[int], settings: GenerationSettings, looks_back: bool
 ) -> tuple[list[Callable[[], object]], Callable[[], Mapping[str, float]]]:
-    """Return what compiles the programs that a step begins with here, and what analyses a round.
+    """Return the compilation jobs of a step's first programs, and the analysis of a round.
 
-    prompts: tokens of each of a step's. See `precompile.first_programs`.
+    prompts: tokens of each prompt of a step. See `precompile.first_programs`.
     """
     group = slice_group_of(settings.layout)
     if not group.ranks:
         return [], dict
-    own = prompts if settings.plan_reallocation else group.share(prompts)
-    samples = len(own) * settings.samples_per_prompt
+    prompts_here = prompts if settings.plan_reallocation else group.share(prompts)
+    samples = len(prompts_here) * settings.samples_per_prompt
     return precompile.first_programs(
-        models, samples, own, settings.decoding, settings.layout, looks_back
+        models, samples, prompts_here, settings.decoding, settings.layout, looks_back
     )
 
 
@@ -294,9 +295,10 @@ def begin_selectors(
     analyse: Callable[[], Mapping[str, float]],
     costs: Callable[[Mapping[str, float]], Costs],
 ) -> list[Selector]:
-    """Return selectors with the costs that they begin with, unless they have measured some.
+    """Return selectors with the given initial costs, unless they have measured some.
 
-    costs: of what XLA says of a plain round ("flops", "bytes accessed"), as `analyse` returns it.
+    costs: from XLA's analysis of a plain round ("flops", "bytes accessed"), as `analyse` returns
+    it.
     """
     work = from_leader(analyse() if selectors else {}, settings)
     begun = copy.deepcopy(list(selectors))

@@ -1,4 +1,4 @@
-"""Log-probabilities of finished rows, as they were sampled, in fixed shapes and order."""
+"""Log-probabilities of finished samples as they were sampled, in fixed shapes and order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhf_jax.models.kernels import token_logprobs as token_logprobs_kernel
 from rlhf_jax.models.transformer import cast, forward, logits
 from rlhf_jax.types import Array, Model
 
-CHUNK = 512  # tokens of a device whose logits exist at one time
+CHUNK = 512  # tokens per device whose logits exist at a time
 ABSENT = -1e30  # A score that adds nothing to a log-sum-exp, yet has a finite gradient.
 
 
@@ -28,21 +28,21 @@ def token_logprobs(
     *,
     temperature: float,
     mask: Array | None = None,
-    support: Array | None = None,
+    top_k_ids: Array | None = None,
     chunk: int = CHUNK,
     layout: Layout = ONE_DEVICE,
     remat: bool = False,
 ) -> jax.Array:
     """Compute log p(tokens[b, t] | tokens[b, :t]) of softmax(logits / temperature): [B, T] float32.
 
-    tokens [B, T] int32; in nats, 0 at t = 0. `mask` [B, T] bool names the tokens that are wanted;
-    the others are 0. `support` [B, T, k] int32 (token ids, -1 absent) renormalises the distribution
-    at t over its ids; a position without any id is not restricted. ValueError for a temperature
-    that is not above 0.
+    tokens [B, T] int32; in nats, 0 at t = 0. `mask` [B, T] bool marks the requested tokens; the
+    others are 0. `top_k_ids` [B, T, k] int32 (-1 absent) renormalises the distribution at t over
+    its ids; a position without any id is not restricted. ValueError for a temperature that is not
+    above 0.
 
     The vocabulary is projected for about `chunk` tokens of a device at a time, forward and
-    backward, so that [B, T, V] never exists. `remat` is `forward`'s. Where the layout has a kernel
-    of log-probabilities, that does the same without chunks; where there is support it is left out.
+    backward, so that [B, T, V] never exists. `remat` is `forward`'s. A kernel of log-probabilities
+    in the layout replaces the chunks, except with `top_k_ids`.
     """
     return logprobs_and_entropy(
         model,
@@ -50,7 +50,7 @@ def token_logprobs(
         temperature=temperature,
         entropy=False,
         mask=mask,
-        support=support,
+        top_k_ids=top_k_ids,
         chunk=chunk,
         layout=layout,
         remat=remat,
@@ -64,34 +64,34 @@ def logprobs_and_entropy(
     temperature: float,
     entropy: bool,
     mask: Array | None = None,
-    support: Array | None = None,
+    top_k_ids: Array | None = None,
     chunk: int = CHUNK,
     layout: Layout = ONE_DEVICE,
     remat: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Compute `token_logprobs` and, where `entropy` asks for it, -sum p log p at each token.
+    """Compute `token_logprobs` and, if `entropy` is set, -sum p log p at each token.
 
-    Both are [B, T] float32, in nats, of the same distribution. Without `entropy` there is None in
-    its place, and no cost. The other arguments are those of `token_logprobs`.
+    Both are [B, T] float32, in nats, of the same distribution. Without `entropy` the second is None
+    and costs nothing. The other arguments are those of `token_logprobs`.
     """
     chex.assert_rank(tokens, 2)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     hidden, _ = forward(model, tokens, positions, attend=causal_on(layout), remat=remat)
     wanted = jnp.ones(tokens.shape, bool) if mask is None else mask
     # Hidden state t - 1 predicts token t; nothing predicts the first, which is 0.
-    found = head_logprobs(
+    results = head_logprobs(
         model,
         hidden[:, :-1],
         tokens[:, 1:],
         wanted[:, 1:],
-        support=None if support is None else support[:, 1:],
+        top_k_ids=None if top_k_ids is None else top_k_ids[:, 1:],
         temperature=temperature,
         entropy=entropy,
         chunk=chunk,
         layout=layout,
         head_dtype=jnp.float32,
     )
-    return jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (1, 0))), found)
+    return jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (1, 0))), results)
 
 
 def head_logprobs(
@@ -100,7 +100,7 @@ def head_logprobs(
     tokens: Array,
     mask: Array,
     *,
-    support: Array | None,
+    top_k_ids: Array | None,
     temperature: float,
     entropy: bool,
     chunk: int,
@@ -109,16 +109,16 @@ def head_logprobs(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Compute the log-probabilities of tokens [B, C], and entropies or None, from hidden states.
 
-    hidden [B, C, M] are the states before each token; support [B, C, k] or None. head_dtype: in
-    which the head's gradient is summed over blocks, where there is one. See `logprobs_and_entropy`.
+    hidden [B, C, M] are the states before each token; top_k_ids [B, C, k] or None. head_dtype: the
+    dtype of the head's gradient sum over blocks, if there is one. See `logprobs_and_entropy`.
     """
     chex.assert_equal_shape([tokens, mask])
     if temperature <= 0:
         raise ValueError(f"Log-probabilities need a temperature above 0, not {temperature}.")
     kernel = token_logprobs_kernel(layout)
-    if kernel is not None and support is None:
+    if kernel is not None and top_k_ids is None:
         head = model.embed if model.head is None else model.head
-        found = kernel(
+        results = kernel(
             hidden.reshape(-1, hidden.shape[-1]),
             # The head's gradient is summed in float32, whatever the compute dtype.
             head.astype(jnp.float32),
@@ -126,11 +126,11 @@ def head_logprobs(
             temperature=temperature,
             tied=model.head is None,
         )
-        logprobs, entropies = (jnp.where(mask, leaf.reshape(tokens.shape), 0.0) for leaf in found)
+        logprobs, entropies = (jnp.where(mask, leaf.reshape(tokens.shape), 0.0) for leaf in results)
         return logprobs, entropies if entropy else None
 
     measure = functools.partial(_logprobs_of_block, temperature=temperature, entropy=entropy)
-    arrays = (hidden, tokens, mask, support)
+    arrays = (hidden, tokens, mask, top_k_ids)
     return map_tokens(measure, model, arrays, chunk, layout, head_dtype, wanted=mask)
 
 
@@ -139,7 +139,7 @@ def _logprobs_of_block(
     hidden: Array,
     tokens: Array,
     mask: Array,
-    support: Array | None,
+    top_k_ids: Array | None,
     *,
     temperature: float,
     entropy: bool,
@@ -147,25 +147,25 @@ def _logprobs_of_block(
     """Compute log-probabilities [C] and entropies (or None) of a block; 0 where masked out."""
     scores = logits(cast(head, hidden.dtype), hidden) / temperature
     chosen = jnp.take_along_axis(scores, tokens[..., None], axis=-1)[..., 0]
-    normaliser = _over_support(functools.partial(jax.nn.logsumexp, axis=-1), scores, support)
+    normaliser = _over_top_k(functools.partial(jax.nn.logsumexp, axis=-1), scores, top_k_ids)
     logprobs = jnp.where(mask, chosen - normaliser, 0.0)
     if not entropy:
         return logprobs, None
-    return logprobs, jnp.where(mask, _over_support(_entropy, scores, support), 0.0)
+    return logprobs, jnp.where(mask, _over_top_k(_entropy, scores, top_k_ids), 0.0)
 
 
-def _over_support(
-    statistic: Callable[[Array], jax.Array], scores: Array, support: Array | None
+def _over_top_k(
+    statistic: Callable[[Array], jax.Array], scores: Array, top_k_ids: Array | None
 ) -> jax.Array:
-    """Compute a statistic of scores [C, V] over the vocabulary or its support: [C].
+    """Compute a statistic of scores [C, V] over the vocabulary or its top-k ids: [C].
 
-    statistic: reduces the last axis. It is taken over the ids of `support` [C, k] where it has any.
+    statistic: reduces the last axis, over the ids of `top_k_ids` [C, k] if it has any.
     """
     whole = statistic(scores)
-    if support is None:
+    if top_k_ids is None:
         return whole
-    present = support >= 0
-    picked = jnp.take_along_axis(scores, jnp.maximum(support, 0), axis=-1)
+    present = top_k_ids >= 0
+    picked = jnp.take_along_axis(scores, jnp.maximum(top_k_ids, 0), axis=-1)
     restricted = statistic(jnp.where(present, picked, ABSENT))
     return jnp.where(present.any(axis=-1), restricted, whole)
 
@@ -178,7 +178,7 @@ def _entropy(scores: Array) -> jax.Array:
 
 
 def mismatch(sampled_logprobs: Array, logprobs: Array, mask: Array) -> dict[str, float]:
-    """Measure how far recomputed log-probs are from the sampled ones, over the response tokens.
+    """Measure the mismatch of recomputed and sampled log-probs, over the response tokens.
 
     Host arrays [B, T]. `mismatch/kl` estimates KL(sampled || recomputed) by mean(exp(d) - 1 - d)
     with d = recomputed - sampled (Schulman 2020, k3); `mismatch/mean` and `mismatch/max` are of

@@ -1,8 +1,8 @@
-"""Inference beside the tail of generation: slices with nothing left to decode score what is done.
+"""Overlap inference with the tail of generation: idle slices score finished samples.
 
-(Inter-stage fusion: RLHFuse, Zhong et al. 2024, section 4.) A sample's numbers are those of the
-order without overlap within rounding: the same functions over other shapes. What no slice had time
-for is left to `scoring.score`.
+(Inter-stage fusion: RLHFuse, Zhong et al. 2024, section 4.) A sample's scores equal those without
+overlap within rounding: the same functions over other shapes. `scoring.score` handles the samples
+that no slice had time for.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-    """Hold the models that score, laid out as generation's weights are, and say how they score."""
+    """Hold the scoring models in generation's layout, and their settings."""
 
     models: Mapping[str, Model]  # by role
     temperature: float
-    rows: int  # scored at one time on a slice
+    rows: int  # scored at a time on a slice
     max_length: int  # tokens of the longest sample, prompt included
     rewards: Mapping[str, RewardModel] = dataclasses.field(default_factory=dict)  # by their names
 
 
 @dataclasses.dataclass
 class _Batch:
-    """Hold samples that a slice was given to score, and the results that are on their way."""
+    """Hold samples given to a slice for scoring, and their pending results."""
 
     samples: tuple[Sample, ...]
     results: PendingScores
@@ -61,7 +61,7 @@ class _Batch:
 
 
 class ScoringQueue:
-    """Hold finished samples that wait to be scored, and those that were.
+    """Hold finished samples that wait for scoring, and those that were scored.
 
     It is generation's idle work. Processes that share a slice hold the same.
     """
@@ -70,11 +70,11 @@ class ScoringQueue:
         self.scoring = scoring
         self.waiting: collections.deque[tuple[Sample, Response | None]] = collections.deque()
         self.batches: list[_Batch] = []
-        # by role, and reward models by name, as each slice holds them
+        # by role, and reward models by name, in the layout of each slice
         self._models: dict[Layout, tuple[dict[str, Model], dict[str, RewardModel]]] = {}
 
     def add(self, sample: Sample, response: Response | None = None) -> None:
-        """Add a finished sample; reward models, where there are some, read its `response`."""
+        """Add a finished sample; reward models, if any, read its `response`."""
         self.waiting.append((sample, response))
 
     @property
@@ -84,11 +84,11 @@ class ScoringQueue:
 
     @property
     def waits(self) -> bool:
-        """Say whether as many samples wait as a slice scores at one time."""
+        """Return whether enough samples wait to fill a slice's batch."""
         return len(self.waiting) >= self.scoring.rows
 
     def feed(self, number: int, layout: Layout) -> jax.Array:
-        """Let slice `number` score the next samples; return an array that is ready when it has."""
+        """Let slice `number` score the next samples; return an array that is ready once it has."""
         self._note_ended()
         rows = [self.waiting.popleft() for _ in range(self.scoring.rows)]
         samples, responses = zip(*rows, strict=True)
@@ -121,8 +121,8 @@ class ScoringQueue:
         return batch.arrays[-1]
 
     def scored(self) -> dict[int, Scored]:
-        """Return what slices have scored, by sample id; wait for what is still on its way."""
-        found = {}
+        """Return the scores from slices, by sample id; wait for pending ones."""
+        scores_of = {}
         for batch in self.batches:
             numbers = batch.results.fetch(jax.device_get)
             rewards: list[dict[str, float]] = [{} for _ in batch.samples]
@@ -135,17 +135,17 @@ class ScoringQueue:
             self._note_ended()
             for row, sample in enumerate(batch.samples):
                 own = {name: column[row] for name, column in numbers.items()}
-                found[sample.sample_id] = Scored(own, rewards[row])
-        return found
+                scores_of[sample.sample_id] = Scored(own, rewards[row])
+        return scores_of
 
     def _note_ended(self) -> None:
-        """Note the time at which batches that have become ready were first seen to be."""
+        """Record the time at which batches were first seen to be ready."""
         for batch in self.batches:
             if batch.ended is None and all(is_ready(leaf) for leaf in batch.arrays):
                 batch.ended = time.perf_counter()
 
     def spans(self) -> list[Span]:
-        """Return when each slice scored, once all results are there."""
+        """Return when each slice scored, once all results are ready."""
         return [
             Span(
                 batch.slice,

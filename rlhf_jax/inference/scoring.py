@@ -1,4 +1,4 @@
-"""The inference stage: what models say of finished sequences, a column each."""
+"""The inference stage: score finished sequences by models, one column each."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ READ = ("top_k_ids",)  # the columns that scoring reads
 
 @dataclasses.dataclass(frozen=True)
 class ScoringSettings:
-    """Say how sequences are scored; nothing here changes from step to step."""
+    """Hold the settings of scoring; constant from step to step."""
 
-    # of each role that scores, where it does
+    # layout of each scoring role
     layouts: Mapping[str, Layout]
-    # the one that was sampled with
+    # the sampling temperature
     temperature: float
-    # how much there is to score at most
+    # the largest batch to score
     extent: Extent
 
     @classmethod
     def from_config(cls, config: Config, layouts: CallLayouts) -> ScoringSettings:
-        """Settle how sequences are scored."""
+        """Build the settings of scoring."""
         return cls(
             {role: layouts[f"{role}_inference"] for role in derived.scorers(config)},
             config.generation.temperature,
@@ -58,7 +58,7 @@ class ScoringSettings:
         )
 
     def models_of(self, models: Models, frozen: Mapping[str, Model]) -> dict[str, Model]:
-        """Return the models that score, by role, of those that are trained and those that not."""
+        """Return the scoring models by role, trained or frozen."""
         there = {**frozen, **{role: one.weights for role, one in models.items()}}
         return {role: there[role] for role in self.layouts}
 
@@ -75,16 +75,16 @@ class Scored:
 
 @dataclasses.dataclass(frozen=True)
 class PendingScores:
-    """Hold scores of sequences that are on their way, and where they belong."""
+    """Hold pending scores of sequences, and their places."""
 
     # packed sequences, and the columns of their scores, [S, W] each
     parts: list[tuple[Packed, dict[str, jax.Array]]]
     shape: tuple[int, ...]  # of the sequences' tokens
-    columns: tuple[str, ...]  # that there are, even where there is nothing to score
+    columns: tuple[str, ...]  # all columns, even if there is nothing to score
 
     @property
     def padding(self) -> float:
-        """Return the share of the tokens that are padding; 0 where no model reads them."""
+        """Return the share of the tokens that are padding; 0 if no model reads them."""
         return padding_share([part for part, _ in self.parts])
 
     def fetch(self, read: Callable[[Any], Any] = to_host.fetch) -> dict[str, np.ndarray]:
@@ -94,12 +94,12 @@ class PendingScores:
         """
         on_host = read([scores for _, scores in self.parts])
         packed = [part for part, _ in self.parts]
-        found = {}
+        columns = {}
         for name in self.columns:
             pairs = zip(packed, on_host, strict=True)
             own = [(part, scores[name]) for part, scores in pairs if name in scores]
-            found[name] = unpack(own, self.shape)
-        return found
+            columns[name] = unpack(own, self.shape)
+        return columns
 
 
 @functools.partial(jax.jit, static_argnames=("temperature", "chunk", "layout"))
@@ -111,10 +111,10 @@ def score_packed(
     chunk: int = CHUNK,
     layout: Layout = ONE_DEVICE,
 ) -> jax.Array:
-    """Compute what a model says of the predicted tokens of packed sequences: [S, W] float32.
+    """Compute a model's scores of the predicted tokens of packed sequences: [S, W] float32.
 
-    They are `token_logprobs`, within the top-k sets where there are some, or of a scalar head
-    `head_values`; 0 where masked out.
+    They are `token_logprobs`, within the top-k sets if there are any, or `head_values` for a scalar
+    head; 0 where masked out.
     """
     hidden = read_packed(model, batch, layout)
     if model.config.scalar_head:
@@ -124,7 +124,7 @@ def score_packed(
         hidden,
         batch.targets,
         batch.mask,
-        support=batch.columns.get("top_k_ids"),
+        top_k_ids=batch.columns.get("top_k_ids"),
         temperature=temperature,
         entropy=False,
         chunk=chunk,
@@ -142,13 +142,13 @@ def score_sequences(
 ) -> np.ndarray:
     """Compute the log-probabilities or values of the tokens under the mask: [B, T] float32.
 
-    The array is of the host, 0 elsewhere. At most `rows` of the longest sequences go at a time: see
-    `pack`. Order and shapes depend on the tokens alone, so the same tokens score the same whatever
-    generated them.
+    The result is a host array, 0 elsewhere. At most `rows` of the longest sequences go at a time:
+    see `pack`. Order and shapes depend on the tokens alone, so the same tokens get the same scores,
+    however they were generated.
     """
     how = (temperature, Extent(rows), layout)
-    (found,) = dispatch_scores({"policy": model}, batch.on_host(), *how).fetch().values()
-    return found
+    (scores,) = dispatch_scores({"policy": model}, batch.on_host(), *how).fetch().values()
+    return scores
 
 
 def score(
@@ -162,9 +162,9 @@ def score(
     """Return host arrays with a column by each role's model, and the share of padding.
 
     Order and shapes follow from the tokens. Under top-k the reference, too, is renormalised on the
-    sampled sets. `scored`, by sample id, is what slices had time for beside generation; only the
-    rest is then scored. `observe` hears of what the devices work on. `execute` calls jitted
-    programs, or only compiles them: the models may then be shapes, and scores are 0.
+    sampled sets. `scored`, by sample id, are scores from idle slices during generation; only the
+    rest is scored here. `observe` receives the parts of the work. `execute` calls jitted programs,
+    or only compiles them: the models may then be shapes, and scores are 0.
     """
     scored = scored or {}
     ids = batch.columns["sample_ids"].tolist() if scored else range(len(batch.tokens))
@@ -190,7 +190,7 @@ def _dispatch(
     progress: PhaseParts,
     execute: Execute,
 ) -> PendingScores:
-    """Start to score by weights as inference has them, all models of a layout together."""
+    """Start scoring by weights in inference's layouts, all models of a layout together."""
     brought: dict[Layout, dict[str, Model]] = {}
     for role, layout in settings.layouts.items():
         model = fetched(models[role])
@@ -220,17 +220,17 @@ def dispatch_scores(
     execute: Execute = run_now,
     progress: PhaseParts | None = None,
 ) -> PendingScores:
-    """Start to score the tokens under the mask of host arrays, and do not wait.
+    """Start scoring the tokens under the mask of host arrays, without waiting.
 
-    models: by role, each as the layout has it. `execute` calls jitted programs, or only compiles
-    them. `progress` is told of each pass.
+    models: by role, each in the layout. `execute` calls jitted programs, or only compiles them.
+    `progress` receives each pass.
     """
     columns = {role: score_column(role, model.config.scalar_head) for role, model in models.items()}
     parts = []
     if models:
         block = packed_block(layout)
         parts = pack(batch.reading(*READ), extent, block, layout.row_shards)
-    found = []
+    pending = []
     for part in parts:
         placed = place_rows(part.batch, layout)
         scores = {}
@@ -240,8 +240,8 @@ def dispatch_scores(
             scores[columns[role]] = result
             if progress is not None:
                 progress.hand(f"{role}_inference", began, result, part.batch)
-        found.append((part, scores))
-    return PendingScores(found, batch.mask.shape, tuple(columns.values()))
+        pending.append((part, scores))
+    return PendingScores(pending, batch.mask.shape, tuple(columns.values()))
 
 
 _cast = jax.jit(cast, static_argnums=1)

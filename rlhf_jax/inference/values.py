@@ -1,4 +1,4 @@
-"""Values: what a critic expects of a text that is not finished yet."""
+"""Values: a critic's expectation for an unfinished text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf_jax.types import Array, Model
 
 
 def head_values(critic: Model, hidden: jax.Array, mask: Array) -> jax.Array:
-    """Compute V, the reward still to come before each predicted token is known: [S, W] float32.
+    """Compute V, the expected reward to come before each predicted token: [S, W] float32.
 
     hidden [S, W, M] are the states before the tokens, which the scalar head [M, 1] reads in
     float32; 0 where `mask` [S, W] bool is false.
@@ -25,7 +25,7 @@ def head_values(critic: Model, hidden: jax.Array, mask: Array) -> jax.Array:
 
 
 def critic_of(policy: Model) -> Model:
-    """Return a critic on a copy of the policy's layers; its head of zeros gives every value 0."""
+    """Return a critic on a copy of the policy's layers; its zero head gives every value 0."""
     config = dataclasses.replace(policy.config, scalar_head=True, tied=False)
     head = jnp.zeros((config.width, 1), policy.norm.dtype)
     trunk = jax.tree.map(jnp.copy, dataclasses.replace(policy, head=None))

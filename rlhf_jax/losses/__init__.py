@@ -1,1 +1,1 @@
-"""Losses, one equation a function: of tokens, values, KL, advantages, and their sums."""
+"""Losses, one function per equation: policy, value, preference, KL, advantages, aggregation."""

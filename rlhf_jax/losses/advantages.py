@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.losses import own
-from rlhf_jax.runtime.extensions import Table
+from rlhf_jax.runtime.extensions import Registry
 from rlhf_jax.types import Array
 
 __all__ = [
@@ -35,16 +35,15 @@ __all__ = [
     "whiten",
 ]
 
-FLAT = 1e-6  # A standard deviation up to this is rounding: such numbers are not blown up.
+FLAT = 1e-6  # A standard deviation up to this is rounding; such rewards are not divided by it.
 SAME = 1e-6  # Rewards that differ by no more than this are equal.
 
 
 def groups_with_signal(rewards: np.ndarray, samples_per_prompt: int) -> np.ndarray:
-    """Say which prompts have samples whose rewards differ: [B] -> [B / samples_per_prompt] bool.
+    """Return which prompts have different rewards: [B] -> [B / samples_per_prompt] bool.
 
-    Samples of a prompt lie in neighbouring rows; a reward that is NaN, as scoring failed, is no
-    reward. From equal rewards nothing is learned, so dynamic sampling replaces such prompts (DAPO,
-    Yu et al. 2025, 3.2).
+    Samples of a prompt are in neighbouring rows; a NaN reward (scoring failed) is ignored. Equal
+    rewards give no gradient, so dynamic sampling replaces such prompts (DAPO, Yu et al. 2025, 3.2).
     """
     groups = rewards.reshape(-1, samples_per_prompt)
     unknown = np.isnan(groups)
@@ -55,7 +54,7 @@ def groups_with_signal(rewards: np.ndarray, samples_per_prompt: int) -> np.ndarr
 
 @dataclasses.dataclass(frozen=True)
 class EstimatorConfig:
-    """Hold what any estimator may depend on; static, so a change of it compiles anew."""
+    """Hold the settings that an estimator may depend on; static, so a change recompiles."""
 
     samples_per_prompt: int = 1  # in neighbouring rows
     deviation: str = "sample"  # of a group: over n - 1 rewards; or "population", over n
@@ -64,64 +63,64 @@ class EstimatorConfig:
 
 
 class Estimate(Protocol):
-    """Describe the function of an estimator; it is traced within `compute_advantages`."""
+    """Declare the function of an estimator; it is traced within `compute_advantages`."""
 
     def __call__(
         self, token_rewards: Array, values: Array | None, mask: Array, config: EstimatorConfig, /
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Return advantages [B, T] float32, and the returns [B, T] that a critic is to predict.
+        """Return advantages [B, T] float32, and the returns [B, T] as targets of a critic.
 
-        token_rewards and values (None without a critic) [B, T] float32; mask [B, T] bool names the
+        token_rewards and values (None without a critic) [B, T] float32; mask [B, T] bool marks the
         tokens that are trained on. Both results are 0 where masked out; returns are None without a
-        critic. Samples that are not trained on have no token under the mask, but their rewards
-        still count in the mean of their group. Where scoring failed, that of the last token is the
-        mean of the group's other rewards, or NaN for an estimator that reads what is missing.
+        critic. Samples that are not trained on have an empty mask, but their rewards still count in
+        the mean of their group. If scoring failed, the reward of the last token is the mean of the
+        group's other rewards, or NaN for an estimator with `reads_missing`.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimator:
-    """Describe an estimator: its name in a config, its function, and what it needs of a run."""
+    """Describe an estimator: its name in a config, its function, and its requirements."""
 
     name: str
     estimate: Estimate
-    title: str = ""  # of a run that learns by it; none: its name
-    needs_critic: bool = False  # Reads values, so a critic is trained beside the policy.
+    title: str = ""  # of a run that uses it; default: its name
+    needs_critic: bool = False  # Reads values, so a critic is trained along with the policy.
     compares_group: bool = False  # Needs two or more samples of each prompt.
-    reads_missing: bool = False  # Knows NaN as the reward of a sample whose scoring failed.
-    # How a minibatch's losses are summed where neither the config nor the loss says: a name of
-    # `training.aggregate`; none: as token_mean.
+    reads_missing: bool = False  # Accepts NaN as the reward of a sample whose scoring failed.
+    # How a minibatch's losses are summed if neither config nor loss defines it: a name of
+    # `training.aggregate`; default: token_mean.
     aggregate: str = ""
 
 
-def _no_estimator(found: object) -> str:
-    """Say why an object of a file is none."""
-    if not isinstance(found, Estimator):
+def _no_estimator(candidate: object) -> str:
+    """Return why an object is not an estimator, or ''."""
+    if not isinstance(candidate, Estimator):
         return "is no rlhf_jax.Estimator"
 
     def advantages(rewards: Array, values: Array, mask: Array):
-        known = values if found.needs_critic else None
-        return found.estimate(rewards, known, mask, EstimatorConfig(samples_per_prompt=2))
+        known = values if candidate.needs_critic else None
+        return candidate.estimate(rewards, known, mask, EstimatorConfig(samples_per_prompt=2))
 
     return own.refusal(advantages, jnp.float32, jnp.float32, jnp.bool_)
 
 
-ESTIMATORS: Table[Estimator] = Table("algorithm.estimator", _no_estimator)  # by name
+ESTIMATORS: Registry[Estimator] = Registry("algorithm.estimator", _no_estimator)  # by name
 
 
 def register(estimator: Estimator) -> None:
-    """Add an estimator to `ESTIMATORS`; ValueError where its name is taken."""
+    """Add an estimator to `ESTIMATORS`; ValueError if its name is taken."""
     if estimator.name in ESTIMATORS:
         raise ValueError(f"There is an estimator {estimator.name!r} already; choose another name.")
     ESTIMATORS[estimator.name] = estimator
 
 
 def whiten(x: Array, mask: Array, shift_mean: bool = True) -> jax.Array:
-    """Compute (x - mean) / std over what the mask names, and 0 elsewhere.
+    """Compute (x - mean) / std over the entries of the mask, and 0 elsewhere.
 
     x float32 and mask bool, of one shape. The deviation is the population's. Without `shift_mean`
-    it is x / std. Numbers that are all equal are not divided: they become 0, or stay as they are
+    it is x / std. If all entries are equal, nothing is divided: they become 0, or stay unchanged
     without `shift_mean`.
     """
     chex.assert_equal_shape([x, mask])
@@ -164,11 +163,11 @@ def gae(
 def grpo(rewards: Array, samples_per_prompt: int, deviation: str = "sample") -> jax.Array:
     """Compute A_i = (r_i - mean(r)) / std(r) within each group of one prompt's samples.
 
-    rewards [B] float32, NaN where scoring failed -> [B] float32, NaN there, too; groups lie in
-    neighbouring rows. The variance is the sum of squares over n - 1, as TRL and verl have it, or
-    for the deviation "population" over n, where n counts the rewards of the group. A group whose
-    deviation is at most `FLAT` gets 0 (DeepSeekMath, Shao et al. 2024, 4.1.2). ValueError where the
-    rows do not fall into whole groups.
+    rewards [B] float32, NaN where scoring failed -> [B] float32, NaN there, too; groups are
+    neighbouring rows. The variance is the sum of squares over n - 1, as in TRL and verl, or over n
+    for the deviation "population", where n counts the rewards of the group. A group whose deviation
+    is at most `FLAT` gets 0 (DeepSeekMath, Shao et al. 2024, 4.1.2). ValueError if the rows do not
+    fall into whole groups.
     """
     centred = dr_grpo(rewards, samples_per_prompt).reshape(-1, samples_per_prompt)
     count = (~jnp.isnan(centred)).sum(axis=1, keepdims=True).astype(jnp.float32)
@@ -180,8 +179,8 @@ def grpo(rewards: Array, samples_per_prompt: int, deviation: str = "sample") -> 
 def dr_grpo(rewards: Array, samples_per_prompt: int) -> Array:
     """Compute A_i = r_i - mean(r) within each group of one prompt's samples.
 
-    rewards [B] float32, NaN where scoring failed -> [B] float32, NaN there, too; groups lie in
-    neighbouring rows (Dr. GRPO, Liu et al. 2025, 3.2). ValueError where the rows do not fall into
+    rewards [B] float32, NaN where scoring failed -> [B] float32, NaN there, too; groups are
+    neighbouring rows (Dr. GRPO, Liu et al. 2025, 3.2). ValueError if the rows do not fall into
     whole groups.
     """
     chex.assert_rank(rewards, 1)
@@ -207,9 +206,9 @@ def rloo(rewards: Array, samples_per_prompt: int) -> Array:
 
 
 def of_samples(function: Callable[[Array, int], Array]) -> Estimate:
-    """Turn an estimator of samples, [B] -> [B], into one that gives a sample's to each token.
+    """Turn an estimator of samples, [B] -> [B], into one that gives each token its sample's value.
 
-    function: takes the rewards of samples [B] float32 and how many samples a prompt has.
+    function: takes the rewards of samples [B] float32 and the number of samples per prompt.
     """
 
     def estimate(token_rewards: Array, values: Array | None, mask: Array, config: EstimatorConfig):
@@ -221,13 +220,13 @@ def of_samples(function: Callable[[Array, int], Array]) -> Estimate:
 
 
 def _grpo(token_rewards: Array, values: Array | None, mask: Array, config: EstimatorConfig):
-    """Compute GRPO's advantages with the deviation that the config asks for."""
+    """Compute GRPO's advantages with the configured deviation."""
     function = functools.partial(grpo, deviation=config.deviation)
     return of_samples(function)(token_rewards, values, mask, config)
 
 
 def _whitened_gae(token_rewards: Array, values: Array | None, mask: Array, config: EstimatorConfig):
-    """Compute GAE, and whiten its advantages over the batch as is usual for language models."""
+    """Compute GAE with advantages whitened over the batch, as is usual for language models."""
     assert values is not None, "GAE needs the values of a critic."
     advantages, returns = gae(
         token_rewards, values, mask, discount=config.discount, gae_lambda=config.gae_lambda

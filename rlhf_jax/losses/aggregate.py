@@ -1,4 +1,4 @@
-"""How the losses of a minibatch's tokens are summed: the weight of each."""
+"""Weights of tokens in the loss of a minibatch."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def sequence_mean_weights(mask: np.ndarray, max_new_tokens: int) -> np.ndarray:
 
 
 def constant_weights(mask: np.ndarray, max_new_tokens: int) -> np.ndarray:
-    """Compute mask / (rows * max_new_tokens), a token's weight whatever the lengths.
+    """Compute mask / (rows * max_new_tokens): a constant weight, independent of lengths.
 
     mask [n, T] bool -> [n, T] float32; rows without a token are not counted. max_new_tokens: the
-    tokens that a response may have (Dr. GRPO, Liu et al. 2025, 3.2).
+    longest possible response (Dr. GRPO, Liu et al. 2025, 3.2).
     """
     return (mask / (max(1, mask.any(axis=1).sum()) * max_new_tokens)).astype(np.float32)
 
 
-# By the names that training.aggregate may have.
+# By the values of training.aggregate.
 AGGREGATES = {
     "token_mean": token_mean_weights,
     "sequence_mean": sequence_mean_weights,

@@ -1,4 +1,4 @@
-"""KL divergence to the reference: estimates per token, its price in the reward, its coefficient."""
+"""KL divergence to the reference: per-token estimators, KL in the reward, adaptive coefficient."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rlhf_jax.types import Array
 __all__ = ["KL", "adapt_kl", "bounded", "kl_k1", "kl_k2", "kl_k3", "token_rewards"]
 
 
-# Nats: a log-ratio beyond is taken for this one before `exp`, which overflows beyond 88.
+# Nats: log-ratios are clipped to this before `exp`, which overflows beyond 88.
 LARGEST_LOG_RATIO = 20.0
 
 
 def bounded(log_ratio: Array) -> Array:
-    """Compute clip(x, -20, 20) of log-ratios of any shape, for `exp` alone: 0 stays exactly 0.
+    """Compute clip(x, -20, 20) of log-ratios of any shape, only for use in `exp`; 0 stays exact.
 
-    Of an array on the host it is one on the host.
+    A host array gives a host array.
     """
     return log_ratio.clip(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
@@ -51,7 +51,7 @@ def kl_k3(logprobs: Array, reference_logprobs: Array) -> Array:
     return jnp.expm1(bounded(difference)) - difference
 
 
-# By the names that kl.estimator may have.
+# By the values of kl.estimator.
 KL = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 
 
@@ -71,7 +71,7 @@ def token_rewards(rewards: Array, kl: Array, mask: Array, coefficient: float | A
 def adapt_kl(coefficient: float, kl: float, target: float, samples: int, horizon: float) -> float:
     """Compute coefficient * (1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon).
 
-    That is the next coefficient of the KL penalty. `kl` was measured over `samples` samples, in the
+    This is the next coefficient of the KL penalty. `kl` was measured over `samples` samples, in the
     unit of `target`, which is above 0 (Ziegler et al. 2019, 2.2, with the horizon of its code for
     the constant).
     """

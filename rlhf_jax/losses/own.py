@@ -1,4 +1,4 @@
-"""Ask an equation of a user's own for its shapes, before a run pays for anything."""
+"""Check the output shapes of a user's equation before a run starts."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from jax.typing import DTypeLike
 
 from rlhf_jax.runtime.foreign import one_line
 
-SHAPE = (4, 6)  # of the arrays that are shown to an equation: rows or samples, and tokens
+SHAPE = (4, 6)  # of the test arrays: rows or samples, and tokens
 
 
 def refusal(equation: Callable[..., Any], *dtypes: DTypeLike) -> str:
-    """Say why an equation does not give one float for each token of its arrays; '' where it does.
+    """Return why an equation does not return one float per token; '' if it does.
 
-    equation: takes an array [S, W] of each of `dtypes`; all that it returns must have that shape.
+    equation: takes an array [S, W] of each of `dtypes`; all of its results must have that shape.
     """
     try:
-        found = jax.eval_shape(equation, *(jax.ShapeDtypeStruct(SHAPE, own) for own in dtypes))
-        results = [(one.shape, one.dtype) for one in jax.tree.leaves(found)]
-    except Exception as error:  # the code is a user's and may raise anything
+        outputs = jax.eval_shape(equation, *(jax.ShapeDtypeStruct(SHAPE, own) for own in dtypes))
+        results = [(one.shape, one.dtype) for one in jax.tree.leaves(outputs)]
+    except Exception as error:  # user code may raise anything
         return f"fails: {one_line(error)}"
     wrong = [
         f"{dtype.name}{[*shape]}"

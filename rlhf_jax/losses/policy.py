@@ -1,4 +1,4 @@
-"""Losses of the policy, token by token; one equation a function, found by `algorithm.loss`."""
+"""Losses of the policy, per token; one function per equation, selected by `algorithm.loss`."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import jax.numpy as jnp
 
 from rlhf_jax.losses import own
 from rlhf_jax.losses.kl import bounded
-from rlhf_jax.runtime.extensions import Table
+from rlhf_jax.runtime.extensions import Registry
 from rlhf_jax.types import Array
 
 DUAL_CLIP = 3.0  # c of Ye et al. 2020, table 2
 
 
 class LossTerms(NamedTuple):
-    """Hold what a policy's loss may read of the predicted tokens, each [S, W] (`PackedSequences`).
+    """Hold the inputs of a policy loss at the predicted tokens, each [S, W] (`PackedSequences`).
 
     Log-probabilities are float32 in nats, and 0 where masked out.
     """
 
-    logprobs: Array  # of the policy now: the gradient goes through these
+    logprobs: Array  # of the current policy, with gradient
     old_logprobs: Array  # of the policy before the update
     advantages: Array  # float32
     mask: Array  # bool
-    segment_ids: Array  # int32, the sequence that a token belongs to, from 0
+    segment_ids: Array  # int32, the sequence of each token, from 0
     sequences: int  # of a row shard, static
     clip_low: float
     clip_high: float
@@ -56,10 +56,9 @@ OwnLoss = TypeVar("OwnLoss", bound=PolicyLoss)
 
 
 def aggregated_by(name: str) -> Callable[[OwnLoss], OwnLoss]:
-    """Let a loss bring how a minibatch's losses are summed, by a name of `training.aggregate`.
+    """Let a loss define how a minibatch's losses are summed, by a value of `training.aggregate`.
 
-    It is so where the config leaves it to the loss. One that brings none leaves it to the estimator
-    of advantages.
+    It applies if the config leaves it open. Without it the estimator of advantages decides.
     """
 
     def bring(loss: OwnLoss) -> OwnLoss:
@@ -86,10 +85,10 @@ def dual_clip(terms: LossTerms) -> Array:
 
 @aggregated_by("sequence_mean")
 def gspo(terms: LossTerms) -> Array:
-    """Compute PPO's loss with the ratio of a whole sample, the mean of its tokens' in nats.
+    """Compute PPO's loss with the ratio of a whole sample: the mean over its tokens, in nats.
 
-    It is GSPO-token (Zheng et al. 2025, eq. 13 to 15): equal to GSPO where the advantages of a
-    sample are, and each sample weighs the same.
+    It is GSPO-token (Zheng et al. 2025, eq. 13 to 15): equal to GSPO if the advantages within a
+    sample are equal and each sample weighs the same.
     """
     apart = terms.logprobs - terms.old_logprobs
     of_sample = jax.lax.stop_gradient(terms.sample_means(apart))
@@ -98,7 +97,7 @@ def gspo(terms: LossTerms) -> Array:
 
 
 def cispo(terms: LossTerms) -> Array:
-    """Compute -stop(clip(r, 1 - low, 1 + high)) A log p, so that no token loses its gradient.
+    """Compute -stop(clip(r, 1 - low, 1 + high)) A log p, so that every token keeps its gradient.
 
     (MiniMax-M1, Chen et al. 2025, eq. 4 and 5.)
     """
@@ -107,7 +106,7 @@ def cispo(terms: LossTerms) -> Array:
 
 
 def reinforce(terms: LossTerms) -> Array:
-    """Compute -A log p: no ratio and no clip (Williams 1992); right for one step a roll-out."""
+    """Compute -A log p, without ratio or clip (Williams 1992); exact for one step per roll-out."""
     return -terms.advantages * terms.logprobs
 
 
@@ -117,19 +116,19 @@ def _clipped(ratios: Array, terms: LossTerms) -> Array:
     return -jnp.minimum(ratios * terms.advantages, clipped * terms.advantages)
 
 
-def _no_loss(found: object) -> str:
-    """Say why an object of a file is none."""
-    if not callable(found):
+def _no_loss(candidate: object) -> str:
+    """Return why an object is not a loss, or ''."""
+    if not callable(candidate):
         return "is no function of rlhf_jax.LossTerms"
 
     def losses(now: Array, old: Array, advantages: Array, mask: Array, ids: Array) -> object:
-        return found(LossTerms(now, old, advantages, mask, ids, 2, clip_low=0.2, clip_high=0.2))
+        return candidate(LossTerms(now, old, advantages, mask, ids, 2, clip_low=0.2, clip_high=0.2))
 
     return own.refusal(losses, *[jnp.float32] * 3, jnp.bool_, jnp.int32)
 
 
-# By the names that algorithm.loss may have.
-LOSSES: Table[PolicyLoss] = Table(
+# By the values of algorithm.loss.
+LOSSES: Registry[PolicyLoss] = Registry(
     "algorithm.loss",
     _no_loss,
     {"ppo": ppo, "dual_clip": dual_clip, "gspo": gspo, "cispo": cispo, "reinforce": reinforce},

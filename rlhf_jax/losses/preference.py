@@ -1,7 +1,7 @@
-"""Losses of a pair of answers to one prompt, of which one is preferred: one equation a function.
+"""Losses of a pair of answers to one prompt, of which one is preferred; one equation each.
 
-Log-probabilities are summed over an answer's tokens, in nats, as those of the reference are. The
-odds of an answer are those of its mean token.
+Log-probabilities are summed over an answer's tokens, in nats, as are the reference's. The odds of
+an answer are those of its mean token.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ class Pairs(NamedTuple):
 
     chosen: jax.Array  # log p by the policy, in nats
     rejected: jax.Array
-    reference_chosen: jax.Array  # log p by the reference; 0 where there is none
+    reference_chosen: jax.Array  # log p by the reference; 0 if there is none
     reference_rejected: jax.Array
     chosen_tokens: jax.Array
     rejected_tokens: jax.Array
 
     @property
     def gains(self) -> tuple[jax.Array, jax.Array]:
-        """Return by how many nats the policy likes either answer more than the reference does."""
+        """Return log p - log p_ref of the chosen and of the rejected answer, in nats."""
         return self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
 
     @property
     def margin(self) -> jax.Array:
-        """Return how much more the policy gained for the chosen answer, in nats."""
+        """Return the gain of the chosen answer minus that of the rejected one, in nats."""
         chosen, rejected = self.gains
         return chosen - rejected
 
     @property
     def means(self) -> tuple[jax.Array, jax.Array]:
-        """Return log p of a token of either answer on average, in nats."""
+        """Return the mean log p per token of the chosen and of the rejected answer, in nats."""
         return self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
 
 
 class Constants(Protocol):
-    """Describe what the losses read beside the pairs."""
+    """Declare the constants of the losses."""
 
     @property
     def beta(self) -> float:
-        """Return the weight of a nat."""
+        """Return the scale of a nat."""
         ...
 
     @property
     def label_smoothing(self) -> float:
-        """Return the share of labels that are taken to be wrong."""
+        """Return the share of labels that are assumed to be wrong."""
         ...
 
     @property
     def margin(self) -> float:
-        """Return by how much `simpo` wants the chosen answer to be ahead, times beta."""
+        """Return the target margin of `simpo`, times beta."""
         ...
 
 
@@ -67,14 +67,14 @@ def dpo(pairs: Pairs, constants: Constants) -> jax.Array:
 
 
 def cdpo(pairs: Pairs, constants: Constants) -> jax.Array:
-    """Return the cross-entropy of labels that are smoothed (Mitchell 2023, conservative DPO)."""
+    """Return the cross-entropy with smoothed labels (Mitchell 2023, conservative DPO)."""
     wrong = constants.label_smoothing
     logits = constants.beta * pairs.margin
     return -(1 - wrong) * log_sigmoid(logits) - wrong * log_sigmoid(-logits)
 
 
 def robust(pairs: Pairs, constants: Constants) -> jax.Array:
-    """Return DPO without the bias of labels of which a share is wrong (Chowdhury et al. 2024)."""
+    """Return DPO, unbiased under a known share of wrong labels (Chowdhury et al. 2024)."""
     wrong = constants.label_smoothing
     logits = constants.beta * pairs.margin
     right = (1 - wrong) * log_sigmoid(logits) - wrong * log_sigmoid(-logits)
@@ -82,7 +82,7 @@ def robust(pairs: Pairs, constants: Constants) -> jax.Array:
 
 
 def ipo(pairs: Pairs, constants: Constants) -> jax.Array:
-    """Return (margin - 1 / (2 beta))^2, of gains a token (Azar et al. 2023, eq. 17)."""
+    """Return (margin - 1 / (2 beta))^2, with gains per token (Azar et al. 2023, eq. 17)."""
     chosen, rejected = pairs.gains
     margin = chosen / pairs.chosen_tokens - rejected / pairs.rejected_tokens
     return (margin - 1 / (2 * constants.beta)) ** 2
@@ -100,9 +100,9 @@ def simpo(pairs: Pairs, constants: Constants) -> jax.Array:
 
 
 def orpo(pairs: Pairs, constants: Constants) -> jax.Array:
-    """Return what a chosen token costs, and beta times what the odds do (Hong et al. 2024, eq. 6).
+    """Return -mean log p of the chosen answer, plus beta times the odds-ratio loss.
 
-    Odds are p / (1 - p), of p = exp(mean log p).
+    Odds are p / (1 - p), of p = exp(mean log p) (Hong et al. 2024, eq. 6).
     """
     chosen, rejected = pairs.means
     odds_chosen, odds_rejected = (
@@ -111,19 +111,19 @@ def orpo(pairs: Pairs, constants: Constants) -> jax.Array:
     return -chosen - constants.beta * log_sigmoid(odds_chosen - odds_rejected)
 
 
-# By the name in `algorithm.loss`.
+# By the values of `algorithm.loss`.
 PREFERENCE_LOSSES: dict[str, Callable[[Pairs, Constants], jax.Array]] = {
     loss.__name__: loss for loss in (dpo, cdpo, robust, ipo, hinge, simpo, orpo)
 }
-# Those that read no reference.
+# Losses without a reference.
 WITHOUT_REFERENCE = ("simpo", "orpo")
 
 
 def kto(gain: jax.Array, sign: jax.Array, baseline: jax.Array, beta: float) -> jax.Array:
-    """Return 1 - sigmoid of beta times how far a gain is on its side (Ethayarajh et al. 2024).
+    """Return 1 - sigmoid(beta * sign * (gain - baseline)) (Ethayarajh et al. 2024).
 
-    sign: 1 of desirable answers, -1 of others. baseline: the mean gain of answers to other prompts,
-    at least 0, in nats as gains are.
+    sign: 1 for desirable answers, -1 for others. baseline: the mean gain of answers to other
+    prompts, at least 0, in nats as gains are.
     """
     return 1 - jax.nn.sigmoid(beta * sign * (gain - baseline))
 

@@ -1,4 +1,4 @@
-"""The loss of a critic's values, and how much they explain."""
+"""The loss of a critic's values, and their explained variance."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def value_loss(
 
 
 def explained_variance(values: Array, returns: Array, mask: Array) -> float:
-    """Compute 1 - var(returns - values) / var(returns) over the tokens that the mask names.
+    """Compute 1 - var(returns - values) / var(returns) over the tokens of the mask.
 
-    Host arrays [B, T]. 1 is a perfect critic, 0 one that knows no more than the mean; 0 also where
-    all returns are equal.
+    Host arrays [B, T]. 1 is a perfect critic, 0 one no better than the mean; also 0 if all returns
+    are equal.
     """
     values = np.asarray(values, np.float64)[mask]
     returns = np.asarray(returns, np.float64)[mask]

@@ -1,4 +1,4 @@
-"""Estimate what a run will hold on each device, by part, before anything is loaded."""
+"""Estimate the memory of a run on each device, by part, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rlhf_jax.memory.parts import (
     LESS_HISTORY,
     SHORTER_PROMPTS,
     SPLIT,
-    SPLIT_OR_ASIDE,
+    SPLIT_OR_OFFLOAD,
     SPLIT_TENSORS,
     Part,
     peak,
@@ -37,19 +37,19 @@ from rlhf_jax.placement.plan import CallLayouts, Plan
 from rlhf_jax.runtime.host_memory import host_memory
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
-ROOM = 0.85  # of a device's memory that a plan may fill, as its parts are estimates
-HOST_SHARE = 0.5  # of a host's memory that is for the devices of a CPU
+ROOM = 0.85  # usable share of a device's memory, as the parts are estimates
+HOST_SHARE = 0.5  # share of a host's memory for the devices of a CPU
 
 
 def plan(config: Config, models: ModelConfigs, layouts: CallLayouts, remat: bool) -> list[Part]:
-    """Return every part of a run that takes memory on the devices that have these calls.
+    """Return every part of a run's memory on the devices of these calls.
 
-    layouts: their meshes may be abstract. remat: whether the backward pass computes layers again.
-    Weights, optimizers and caches are exact; what a program needs beside them is estimated. The
-    stages follow each other, so the peak is what is always there plus the largest of them (`peak`).
+    layouts: their meshes may be abstract. remat: whether the backward pass recomputes layers.
+    Weights, optimizers and caches are exact; the additional memory of programs is estimated. The
+    stages follow each other, so the peak is the constant part plus the largest of them (`peak`).
     """
     run = PlannedRun(config, models, next(iter(layouts.values())), remat, layouts)
-    # Models are trained one after the other, and the student then: the largest counts.
+    # Models are trained one after the other, and the student last: the largest counts.
     updates: list[list[Part]] = [[]]
     learners = [one for one in run.models_of("training") if derived.trains(config, one[0])]
     if any(own.is_pipelined for _, own, _ in learners):
@@ -76,9 +76,9 @@ def plan(config: Config, models: ModelConfigs, layouts: CallLayouts, remat: bool
 def fullest(
     config: Config, models: ModelConfigs, placed: Plan, layouts: CallLayouts, remat: bool
 ) -> list[Part]:
-    """Return the parts on those devices, of all that a plan of calls has, that hold most."""
-    found = by_group(config, models, placed, layouts, remat)
-    return max((parts for _, parts in found), key=lambda parts: peak(parts)[1])
+    """Return the parts of the devices that hold most, among all in a plan of calls."""
+    groups = by_group(config, models, placed, layouts, remat)
+    return max((parts for _, parts in groups), key=lambda parts: peak(parts)[1])
 
 
 def by_group(
@@ -92,29 +92,28 @@ def by_group(
 
 
 def device_memory(config: Config, device: Any) -> float | None:
-    """Return the bytes that a device may hold, or None where nothing says so.
+    """Return the usable bytes of a device; None if unknown.
 
-    It is the less of `mesh.device_memory_gb` and of what the device itself says.
+    It is the smaller of `mesh.device_memory_gb` and the limit that the device reports.
     """
-    said = (device.memory_stats() or {}).get("bytes_limit")
-    known = [size for size in (config.mesh.device_memory_gb * GIGA, said) if size]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    known = [size for size in (config.mesh.device_memory_gb * GIGA, limit) if size]
     return min(known, default=None)
 
 
 def settle_remat(config: Config, without: list[Part], limit: float | None) -> tuple[bool, str]:
-    """Return whether the backward pass computes layers again, and the reason.
+    """Return whether the backward pass recomputes layers, and the reason.
 
-    without: the parts that there would be if it did not. limit: the bytes that a device may hold,
-    None where nobody knows.
+    without: the parts without recomputation. limit: the usable bytes of a device, None if unknown.
     """
-    asked = config.training.remat
+    setting = config.training.remat
     _, needed = peak(without)
-    if asked != "auto":
-        again = asked == "on"
-        why = "training.remat asks for it"
+    if setting != "auto":
+        again = setting == "on"
+        why = "training.remat is set"
     elif limit is None:
         again = True
-        why = "the device does not say how much memory it has"
+        why = "the device does not report its memory"
     else:
         again = needed > ROOM * limit
         why = f"to keep them takes {needed / GIGA:.1f} of {limit / GIGA:.1f} GB"
@@ -122,7 +121,7 @@ def settle_remat(config: Config, without: list[Part], limit: float | None) -> tu
 
 
 def memory_for_remat(config: Config, device: Any) -> float | None:
-    """Return the bytes that a device may hold; those of a CPU are a share of its host's memory."""
+    """Return the usable bytes of a device; for a CPU a share of its host's memory."""
     known = device_memory(config, device)
     if known is not None or device.platform != "cpu":
         return known
@@ -130,7 +129,7 @@ def memory_for_remat(config: Config, device: Any) -> float | None:
 
 
 def _always(run: PlannedRun) -> list[Part]:
-    """List what lives from the first step to the last."""
+    """List the parts that exist from the first step to the last."""
     config = run.config
     models = run.models
     parts = []
@@ -146,31 +145,31 @@ def _always(run: PlannedRun) -> list[Part]:
             name = "reward models" if role == "reward" else role
             frozen[name] = frozen.get(name, 0) + own.weights(model)
 
-    # A student learns, beside itself as it began where the policy learns too; another draft model
-    # stays as it is.
+    # A student learns, and its initial weights are kept if the policy learns too; another draft
+    # model is frozen.
     drafter = student = 0
     at = run.at("policy_training" if config.drafter.layers else "generation")
     if at and not config.drafter.layers:
         drafter = at.weights(models.drafter, role="generation")
     elif at:
         learns = drafting.trains_drafter(config)
-        whole = {"role": "training", "ends": False}  # beside pipelines, too
+        whole = {"role": "training", "ends": False}  # next to pipelines, too
         student = (3 if learns else 1) * at.weights(models.drafter, FLOAT32, **whole)
         if learns and not derived.makes_drafter(config):
             student += at.weights(models.drafter, **whole)
     scorers = "inference" if config.mesh.idle_on_host else "always"
     return [
         *parts,
-        *(Part(name, scorers, size, SPLIT_OR_ASIDE) for name, size in frozen.items()),
+        *(Part(name, scorers, size, SPLIT_OR_OFFLOAD) for name, size in frozen.items()),
         Part("drafter", "always", drafter, SPLIT_TENSORS),
         Part("student and its optimizer", "always", student, SPLIT),
     ]
 
 
 def _generation(run: PlannedRun) -> list[Part]:
-    """List what a slice holds in generation.
+    """List the parts of a slice in generation.
 
-    It holds the policy's copy, running samples, waiting prompts, and what is at work.
+    These are the policy's copy, running samples, waiting prompts, and working memory.
     """
     config = run.config
     models = run.models
@@ -191,13 +190,13 @@ def _generation(run: PlannedRun) -> list[Part]:
     policy_rows = run.rows(dataclasses.replace(state, draft=None, history=None))
     without = "set generation.fuse_inference to False"
     work = _generation_work(run, state, width, slices)
-    # Weights come before rows begin: a layer on its way has the room that these take later.
+    # Weights arrive before rows begin: a layer in transfer uses the room that these take later.
     later = policy_rows + run.rows((state.draft, state.history, prompts)) + work.bytes
     layer = max(0, run.gathered(models.policy) - later)
     return [
-        Part("one layer on its way", "generation", layer, SPLIT_TENSORS),
+        Part("one layer in transfer", "generation", layer, SPLIT_TENSORS),
         Part("policy, for generation", "generation", weights(models.policy), SPLIT_TENSORS),
-        Part("models that score beside it", "generation", scorers, without),
+        Part("models that score meanwhile", "generation", scorers, without),
         Part("student, for generation", "generation", student, SPLIT_TENSORS),
         Part("key-value cache of the policy", "generation", policy_rows, FEWER_LIVE),
         Part("key-value cache of the drafter", "generation", run.rows(state.draft), FEWER_LIVE),
@@ -208,7 +207,7 @@ def _generation(run: PlannedRun) -> list[Part]:
 
 
 def decode_state(run: PlannedRun) -> DecodeState:
-    """Return the shapes of what a slice decodes, with all its rows."""
+    """Return the shapes of a slice's decoding state, with all its rows."""
     generation = run.config.generation
     strategies = drafting.strategies(run.config).strategies
     earlier = run.text_tokens if drafting.replays(run.config) else 0
@@ -217,7 +216,7 @@ def decode_state(run: PlannedRun) -> DecodeState:
 
 
 def empty_rows(run: PlannedRun, *size: int) -> DecodeState:
-    """Return the shapes of rows; size: rows, and of each slots, history, and earlier text."""
+    """Return the shapes of rows; size: rows, and the slots, history and earlier text of each."""
     empty = functools.partial(generation_rows.empty, *run.models[:2])
     return jax.eval_shape(
         lambda: empty(*size, Layout(dtype=run.layout.dtype, cache=run.layout.cache))
@@ -225,7 +224,7 @@ def empty_rows(run: PlannedRun, *size: int) -> DecodeState:
 
 
 def _generation_work(run: PlannedRun, state: DecodeState, width: int, slices: int) -> Part:
-    """Return the largest of what programs of generation need, one after the other."""
+    """Return the largest working memory of generation's programs, which run one after the other."""
     models = run.models
     prefill = run.forward(models.policy, row_share(PREFILLED, run.layout), width)
     # On a mesh, every device gathers it whole.
@@ -251,8 +250,8 @@ def _generation_work(run: PlannedRun, state: DecodeState, width: int, slices: in
 def round_bytes(run: PlannedRun, state: DecodeState, nodes: int) -> int:
     """Return the bytes of a round: the window of all layers, and scores or logits, in float32.
 
-    Scores are there twice. So are the logits but on GPUs, and once more where rejection draws, or
-    where they must be padded to whole blocks; or never.
+    Scores exist twice. So do logits except on GPUs, and once more if rejection draws, or if they
+    must be padded to whole blocks; or not at all.
     """
     policy = run.models.policy
     generation = run.config.generation
@@ -273,7 +272,7 @@ def round_bytes(run: PlannedRun, state: DecodeState, nodes: int) -> int:
 
 
 def most_nodes(config: Config, layout: Layout) -> int:
-    """Return the nodes of a row that a round of all rows verifies at most.
+    """Return the most nodes per row that a round of all rows verifies.
 
     With fewer rows and caches it may be more.
     """
@@ -281,7 +280,7 @@ def most_nodes(config: Config, layout: Layout) -> int:
     nodes = candidates.nodes
     rows = row_share(config.generation.max_rows, layout)
     fits = nodes * rows <= VERIFIED
-    # The shortest strategy is always there.
+    # The shortest strategy is always available.
     fewest = nodes == nodes.min()
     return int(nodes[fits | fewest].max())
 
@@ -289,7 +288,7 @@ def most_nodes(config: Config, layout: Layout) -> int:
 def scoring_bytes(
     run: PlannedRun, role: str, model: ModelConfig, rows: int, *, gathers: bool = True
 ) -> int:
-    """Return what scoring the longest texts needs: in a layer, or at the logits.
+    """Return the working memory to score the longest texts: in a layer, or at the logits.
 
     A reward model's texts are padded to whole buckets. Without `gathers` weights are whole.
     """
@@ -302,9 +301,9 @@ def scoring_bytes(
 
 
 def _inference(run: PlannedRun) -> list[Part]:
-    """List the copies of the models that score, and what one micro-batch needs.
+    """List the copies of the scoring models, and the working memory of one micro-batch.
 
-    Reward models score beside generation's weights.
+    Reward models score while generation's weights are present.
     """
     trained = derived.calls(run.config)
     copies = work = kept = 0

@@ -1,4 +1,4 @@
-"""The parts of a run's memory: what a device holds of each, their peak, and whether it fits."""
+"""The parts of a run's memory: the bytes of each on a device, their peak, and whether it fits."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ GIGA = 1e9
 STAGE_NAMES = ("generation", "inference", "training")
 SMALL = 0.01  # parts below this share of the peak are not printed
 
-# What a user is told to change where a part is too large.
+# Hints for a part that is too large.
 SPLIT = "raise mesh.fsdp or mesh.slices"
-# of models which only score; with mesh.idle_on_host they wait in the host's memory
-SPLIT_OR_ASIDE = f"{SPLIT}, or set mesh.idle_on_host"
-NONE_ASIDE = "set mesh.idle_on_host to False"
+# for models that only score; with mesh.idle_on_host they wait in the host's memory
+SPLIT_OR_OFFLOAD = f"{SPLIT}, or set mesh.idle_on_host"
+NO_OFFLOAD = "set mesh.idle_on_host to False"
 SPLIT_TENSORS = "raise mesh.tensor"
 FEWER_ROWS = "lower training.microbatch_rows or microbatch_tokens"
 FEWER_LIVE = "lower generation.max_rows or generation.max_new_tokens"
@@ -28,22 +28,22 @@ class Part:
     name: str
     stage: str  # one of STAGE_NAMES, or "always": from the first step to the last
     bytes: int
-    remedy: str  # what to change where it is too much
+    hint: str  # what to change if it is too large
 
 
 def total(parts: list[Part], stage: str) -> int:
-    """Return the bytes that a device holds in a stage, what is always there included."""
+    """Return the bytes of a device in a stage, the constant parts included."""
     return sum(part.bytes for part in parts if part.stage in ("always", stage))
 
 
 def peak(parts: list[Part]) -> tuple[str, int]:
-    """Return the stage that needs most, and the bytes that a device holds in it."""
+    """Return the stage with the most bytes on a device, and these."""
     stage = max(STAGE_NAMES, key=functools.partial(total, parts))
     return stage, total(parts, stage)
 
 
 def check(parts: list[Part], limit: float, holder: str = "A device") -> None:
-    """Raise ValueError where the peak is above the holder's `limit` bytes, with what to change."""
+    """Raise ValueError if the peak is above `limit` bytes of the holder, with a hint."""
     stage, needed = peak(parts)
     if needed <= limit:
         return
@@ -51,14 +51,14 @@ def check(parts: list[Part], limit: float, holder: str = "A device") -> None:
     worst = max(held, key=lambda part: part.bytes)
     raise ValueError(
         f"{holder} needs {needed / GIGA:.1f} GB in {stage} and has {limit / GIGA:.1f} GB; the"
-        f" largest part is {worst.name} ({worst.bytes / GIGA:.1f} GB): {worst.remedy}."
+        f" largest part is {worst.name} ({worst.bytes / GIGA:.1f} GB): {worst.hint}."
     )
 
 
 def table(parts: list[Part]) -> list[str]:
     """Return the estimate as lines of text.
 
-    They are the parts that matter, each stage with what is always there, and the peak.
+    They are the parts that matter, each stage with the constant parts, and the peak.
     """
     stage, needed = peak(parts)
     unit, letter = (GIGA, "G") if needed >= GIGA else (1e6, "M")

@@ -1,4 +1,4 @@
-"""Count what models, rows and layers take on one device, from shapes alone."""
+"""Compute the bytes of models, rows and layers on one device, from shapes alone."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from rlhf_jax.types import ModelConfig, ModelConfigs
 
 
 class Temporaries(NamedTuple):
-    """Say what a platform's compiler has at work beside results, as seen in compiled programs."""
+    """Hold the working memory of a platform's compiler besides results, as seen in programs."""
 
-    scores: int  # float32 copies of scores, in a forward pass where no kernel attends
-    attended: int  # float32 copies of what attention in packed lines sums, in a forward pass
+    scores: int  # float32 copies of scores, in a forward pass without an attention kernel
+    attended: int  # float32 copies of the sums of attention in packed lines, in a forward pass
     logits: int  # of a round's logits
-    padded_logits: int  # more of these where the vocabulary is no whole blocks
-    matrices: float  # of the three of a layer's feed-forward that are gathered at one time
+    padded_logits: int  # additional ones if the vocabulary is not whole blocks
+    matrices: float  # of the three of a layer's feed-forward, gathered at a time
     head_sums: int  # float32 copies of a head whose gradient is summed over several chunks
-    distilled: int  # logits of two models, with gradients, at one time
-    padded_head: float  # copies of a head that is gathered of parts which are no whole lanes
-    turns: bool  # weights [F, M] whose M is split are turned, all layers at once, to be gathered
+    distilled: int  # logits of two models, with gradients, at a time
+    padded_head: float  # copies of a head gathered from parts that are not whole lanes
+    turns: bool  # weights [F, M] with a split M are transposed, all layers at once, to be gathered
 
 
 TEMPORARIES = {
@@ -53,13 +53,13 @@ TEMPORARIES = {
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRun:
-    """Hold what decides the memory of a run; the layout's mesh may be abstract."""
+    """Hold the facts that determine the memory of a run; the layout's mesh may be abstract."""
 
     config: Config
     models: ModelConfigs
-    layout: meshes.Layout  # of the call that is looked at
+    layout: meshes.Layout  # of the current call
     remat: bool  # Only each layer's input is kept for the backward pass.
-    # of each call that the devices have
+    # of each call of the devices
     layouts: Mapping[str, meshes.Layout] = dataclasses.field(default_factory=dict)
 
     @property
@@ -86,16 +86,16 @@ class PlannedRun:
 
     @property
     def is_pipelined(self) -> bool:
-        """Tell whether each slice has some of the layers, of a training call."""
+        """Return whether a training call splits its layers over slices."""
         return self.layout.role == "pipelined"
 
     def at(self, call: str) -> PlannedRun | None:
-        """Return the run as one of its calls sees it; None where the devices do not have it."""
+        """Return the run for one of its calls; None if the devices do not have it."""
         layout = self.layouts.get(call)
         return layout and dataclasses.replace(self, layout=layout)
 
     def models_of(self, stage: str) -> list[tuple[str, PlannedRun, ModelConfig]]:
-        """List each model of the devices' calls of a stage: its role, the run there, its shape."""
+        """List the models of the devices' calls of a stage: role, the run for it, shape."""
         named = [(call.rpartition("_"), call) for call in self.layouts]
         return [
             (role, dataclasses.replace(self, layout=self.layouts[call]), model)
@@ -113,8 +113,8 @@ class PlannedRun:
     ) -> int:
         """Return the bytes of a model's weights, split as in "training", or in another role.
 
-        dtype: that of computation if None. role: '' for that of a call that trains, "pipelined" if
-        its stages have some layers each. ends: with embedding and head, which a student lacks.
+        dtype: that of computation if None. role: '' for that of a training call, "pipelined" if its
+        layers are split over slices. ends: with embedding and head, which a student lacks.
         """
         if model is None:
             return 0
@@ -123,7 +123,7 @@ class PlannedRun:
         return weight_bytes(model, np.dtype(dtype or layout.dtype), layout, ends)
 
     def cast_weights(self, model: ModelConfig, *, ends: bool = True) -> int:
-        """Return the bytes of a copy of float32 weights in the compute dtype, if it is another.
+        """Return the bytes of a copy of float32 weights in the compute dtype; 0 if that is float32.
 
         ends: with embedding and head.
         """
@@ -134,37 +134,37 @@ class PlannedRun:
         return meshes.bytes_per_device(tree, meshes.row_shardings(tree, self.layout))
 
     def tensor_share(self, size: int) -> int:
-        """Return how much of a dimension that `tensor` splits lies on one device.
+        """Return the size of one device's part of a dimension that `tensor` splits.
 
-        It is all of it where the mesh's `tensor` does not divide it.
+        It is the whole if the mesh's `tensor` does not divide it.
         """
         tensor = self.layout.extent("tensor")
         return size if size % tensor else size // tensor
 
     def outputs(self, model: ModelConfig) -> int:
-        """Return how many of the head's outputs lie on one device."""
+        """Return the number of the head's outputs on one device."""
         return 1 if model.scalar_head else self.tensor_share(model.vocab_size)
 
     def logits(self, model: ModelConfig) -> int:
-        """Return the float32 bytes of the logits that exist at one time outside generation."""
+        """Return the float32 bytes of the logits that exist at a time outside generation."""
         tokens = self.batch_rows * self.text_tokens
         return 4 * min(CHUNK, tokens) * self.outputs(model)
 
     def token_values(self, model: ModelConfig) -> int:
-        """Return the bytes of all that one layer computes of a token.
+        """Return the bytes of all values that one layer computes for a token.
 
-        They are norms and residuals [M], attention [H, D] and [G, D], also by block, and
-        products [F].
+        They are norms and residuals [M], attention [H, D] and [G, D], also by block, and products
+        [F].
         """
         heads = (4 * model.num_heads + 4 * model.num_kv_heads) * model.head_dim
         split = self.tensor_share(heads + 4 * model.ffn_width)
         return (10 * model.width + split) * self.layout.dtype.itemsize
 
     def kept_values(self, model: ModelConfig) -> int:
-        """Return the bytes that the backward pass keeps of a token and a layer.
+        """Return the bytes that the backward pass keeps for a token and a layer.
 
-        They are the layer's input, and without remat its products with weights and what attention
-        returns, with the float32 sums of softmax.
+        They are the layer's input, and without remat its products with weights and the output of
+        attention, with the float32 sums of softmax.
         """
         if self.remat:
             return model.width * self.layout.dtype.itemsize
@@ -174,10 +174,10 @@ class PlannedRun:
         return (2 * model.width + split) * self.layout.dtype.itemsize + sums
 
     def forward(self, model: ModelConfig, rows: int, tokens: int) -> int:
-        """Return the bytes at work in one layer's forward pass over `rows` of a device.
+        """Return the working bytes of one layer's forward pass over `rows` of a device.
 
-        They are a third of its values and, where no kernel attends, float32 scores of the largest
-        block of queries, shared out to all tokens.
+        They are a third of its values and, without an attention kernel, float32 scores of the
+        largest block of queries, shared out to all tokens.
         """
         values = self.token_values(model) // 3
         if kernel_of(self.layout, self.layout.dtype, model.head_dim):
@@ -188,16 +188,16 @@ class PlannedRun:
         return rows * tokens * (values + self.temporaries.scores * scores)
 
     def forward_packed(self, model: ModelConfig, tokens: int) -> int:
-        """Return the bytes at work in one layer's forward pass over a line of a device.
+        """Return the working bytes of one layer's forward pass over a line of a device.
 
-        They are a third of its values, what attention sums and the scores of a pair of blocks.
+        They are a third of its values, the sums of attention and the scores of a pair of blocks.
         """
         sums = 4 * self.temporaries.attended * self.tensor_share(model.num_heads) * model.head_dim
         of_tokens = tokens * (self.token_values(model) // 3 + sums)
         return of_tokens + self._block_scores(model, tokens)
 
     def backward_packed(self, model: ModelConfig, tokens: int) -> int:
-        """Return the bytes at work in one layer's backward pass over a line of a device.
+        """Return the working bytes of one layer's backward pass over a line of a device.
 
         Its weights are left out. They are its values, attention's sums and gradients, both in
         float32, and the scores of a pair of blocks four times; without remat a third of the values
@@ -218,10 +218,10 @@ class PlannedRun:
         return self.weights(dataclasses.replace(model, num_layers=1), role="generation", ends=False)
 
     def gathered_block(self, model: ModelConfig) -> int:
-        """Return the bytes of feed-forward weights that a forward pass has gathered at one time.
+        """Return the bytes of feed-forward weights that a forward pass has gathered at a time.
 
-        But on a CPU the three matrices come one after the other. Attention's are fewer, and given
-        up before.
+        On a CPU the three matrices come one after the other. Attention's are smaller, and freed
+        before.
         """
         if self.width_shards == 1:
             return 0
@@ -231,7 +231,7 @@ class PlannedRun:
     def gathered_head(self, model: ModelConfig) -> int:
         """Return the bytes of the head, gathered for one forward pass.
 
-        Where a device's part of the width is not whole lanes of a TPU, it is padded, and summed of
+        If a device's part of the width is not whole lanes of a TPU, it is padded, and summed from
         copies.
         """
         if model.scalar_head or self.width_shards == 1:
@@ -242,16 +242,16 @@ class PlannedRun:
 
     @property
     def width_shards(self) -> int:
-        """Return how many devices the width of weights is split over in training."""
+        """Return the number of devices over which the width of weights is split in training."""
         return self.layout.extent("fsdp" if self.is_pipelined else ("slices", "fsdp"))
 
     @property
     def temporaries(self) -> Temporaries:
-        """Return what the compiler of the devices has at work; of a TPU's where nobody has said."""
+        """Return the working memory of the devices' compiler; a TPU's for unknown platforms."""
         return TEMPORARIES[self.layout.platform or "tpu"]
 
     def turned(self, model: ModelConfig) -> int:
-        """Return the bytes of all layers' weights that are turned before they are gathered."""
+        """Return the bytes of all layers' weights that are transposed before they are gathered."""
         if not self.temporaries.turns or self.width_shards == 1:
             return 0
         inputs = self.tensor_share(model.num_heads) * model.head_dim
@@ -262,20 +262,20 @@ class PlannedRun:
 
 @functools.cache
 def count_weights(model: ModelConfig) -> int:
-    """Return how many weights a model has."""
+    """Return the number of a model's weights."""
     return sum(leaf.size for leaf in jax.tree.leaves(abstract_weights(model, np.float32)))
 
 
 def parameter_counts(models: ModelConfigs) -> dict[str, int]:
-    """Count the weights of each model that a run trains or asks, by the names that a plan uses."""
+    """Count the weights of each model of a run, by the names that a plan uses."""
     named = {f"reward model {number}": model for number, model in enumerate(models.rewards, 1)}
     return {name: count_weights(model) for name, model in (models.trunks | named).items()}
 
 
 def weight_bytes(model: ModelConfig, dtype: np.dtype, layout: meshes.Layout, ends: bool) -> int:
-    """Return the bytes of a device's share of a model's weights; of the layers and norm, not ends.
+    """Return a device's bytes of a model's weights; without ends, of the layers and norm.
 
-    It is remembered, as a search asks it of the same shapes again and again.
+    It is cached, as a search needs it for the same shapes again and again.
     """
     made = abstract_weights(model, dtype)
     if not ends:
@@ -284,7 +284,7 @@ def weight_bytes(model: ModelConfig, dtype: np.dtype, layout: meshes.Layout, end
 
 
 def bubble_warnings(run: PlannedRun) -> list[str]:
-    """Return a sentence for each call of a run that trains as a pipeline of few micro-batches."""
+    """Yield a warning for each call that trains as a pipeline of few micro-batches."""
     each = {call: dataclasses.replace(run, layout=own) for call, own in run.layouts.items()}
     return pipelined.bubble_warnings(
         (call, own.micro_batches, own.layout.slices)
@@ -294,5 +294,5 @@ def bubble_warnings(run: PlannedRun) -> list[str]:
 
 
 def row_share(rows: int, layout: meshes.Layout) -> int:
-    """Return how many of the rows lie on one device."""
+    """Return the number of rows on one device."""
     return -(-rows // layout.row_shards)

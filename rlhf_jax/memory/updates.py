@@ -1,4 +1,4 @@
-"""Estimate what updates of policy, critic and student need beside weights and optimizers."""
+"""Estimate the memory of updates of policy, critic and student, besides weights and optimizers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ KEPT = "hidden states that stages keep and send"
 
 
 def update_parts(run: PlannedRun, model: ModelConfig) -> list[Part]:
-    """List what one model's update needs beside its weights and optimizer.
+    """List the parts of one model's update besides its weights and optimizer.
 
-    The gradient is summed in float32; a micro-batch's stands beside the weights, both in the
-    compute dtype. The backward pass passes the head first and the layers then: the larger counts.
+    The gradient is summed in float32; a micro-batch's gradient and a copy of the weights are in the
+    compute dtype. The backward pass runs through the head first and then the layers: the larger
+    counts.
     """
     micro_batch = run.cast_weights(model) + run.weights(model)
     return [
@@ -33,12 +34,12 @@ def update_parts(run: PlannedRun, model: ModelConfig) -> list[Part]:
 
 
 def pipelined_parts(learners: Sequence[tuple[PlannedRun, ModelConfig]]) -> list[Part]:
-    """List what the updates of policy and critic as pipelines need, on a device that has a stage.
+    """List the parts of pipelined updates of policy and critic, on a device with a stage.
 
     Gradients of both are summed at once, and both have weights in the compute dtype; the rest is of
-    one micro-batch at one stage, all of whose layers are computed once for its backward. Inputs of
-    stages wait for their backward, as many of both as a schedule may keep on a node; and at most as
-    many hidden states and gradients wait until the next stage takes them.
+    one micro-batch at one stage, all of whose layers are recomputed once for its backward. Inputs
+    of stages wait for their backward, as many of both as a schedule may keep on a node; and at most
+    as many hidden states and cotangents wait until the next stage takes them.
     """
     learners = [(dataclasses.replace(run, remat=False), model) for run, model in learners]
     gradients = sum(run.weights(model, FLOAT32) for run, model in learners)
@@ -65,17 +66,17 @@ def pipelined_parts(learners: Sequence[tuple[PlannedRun, ModelConfig]]) -> list[
 
 
 def student_parts(run: PlannedRun) -> list[Part]:
-    """List what a student's update needs beside its weights and optimizer.
+    """List the parts of a student's update besides its weights and optimizer.
 
-    It needs gradients as in `update_parts`, the policy's hidden states of all its rows, and the
-    policy at work or the student, or their logits and gradients. Where the policy is a pipeline, it
-    lies on all devices for this, in the compute dtype.
+    They are gradients as in `update_parts`, the policy's hidden states of all its rows, and the
+    working memory of the policy or the student, or their logits and gradients. A pipelined policy
+    is copied to all devices for this, in the compute dtype.
     """
     copied = run.is_pipelined
     run = dataclasses.replace(run, layout=run.layout.unpipelined)
     copy = run.weights(run.models.policy) if copied else 0
-    own = run.weights(run.models.drafter, ends=False)
-    gradients = run.weights(run.models.drafter, FLOAT32, ends=False) + own
+    weights = run.weights(run.models.drafter, ends=False)
+    gradients = run.weights(run.models.drafter, FLOAT32, ends=False) + weights
     samples = derived.student_samples(run.config)
     hidden = hidden_bytes(run, row_share(samples, run.layout))
     work = max(copy + reading_bytes(run, copied=copied), learning_bytes(run))
@@ -93,7 +94,7 @@ def hidden_bytes(run: PlannedRun, rows: int) -> int:
 
 
 def reading_bytes(run: PlannedRun, *, copied: bool = False) -> int:
-    """Return what the policy needs, beside its weights, to read rows for its student.
+    """Return the working memory of the policy, besides its weights, to read rows for its student.
 
     copied: it is a copy in the compute dtype.
     """
@@ -104,9 +105,9 @@ def reading_bytes(run: PlannedRun, *, copied: bool = False) -> int:
 
 
 def learning_bytes(run: PlannedRun) -> int:
-    """Return what a student's backward pass needs: in a layer, or at its and the policy's logits.
+    """Return the working memory of a student's backward pass: in a layer, or at the logits.
 
-    Its layers are as large as the policy's, and what they keep stands beside either.
+    Its layers are as large as the policy's, and the kept activations add to either.
     """
     policy = run.models.policy
     work = run.backward_packed(policy, run.line_tokens)
@@ -132,7 +133,7 @@ def stage_times(run: PlannedRun, model: ModelConfig) -> StageTimes:
 def activation_bytes(run: PlannedRun, model: ModelConfig) -> int:
     """Return the bytes that the backward pass of a micro-batch keeps, of a stage's layers if any.
 
-    All layers are of one stage where there is no pipeline.
+    Without a pipeline all layers are one stage.
     """
     stages = run.layout.slices if run.is_pipelined else 1
     layers = -(-model.num_layers // stages)
@@ -140,10 +141,10 @@ def activation_bytes(run: PlannedRun, model: ModelConfig) -> int:
 
 
 def largest_work(run: PlannedRun, model: ModelConfig) -> Part:
-    """Return the larger of a layer and the head at work."""
+    """Return the larger working memory of a layer and the head."""
     itemsize = run.layout.dtype.itemsize
     layer = run.backward_packed(model, run.line_tokens) + run.gathered(model)
-    # In float32 a chunk's gradient of the head and its logits; where there are several chunks,
+    # In float32 a chunk's gradient of the head and its logits; if there are several chunks,
     # copies of the head and its gradient so far.
     several = run.line_tokens > CHUNK
     copies = 4 * (run.temporaries.head_sums if several else 1) + (itemsize if itemsize < 4 else 0)

@@ -1,4 +1,4 @@
-"""Attend causally over whole rows."""
+"""Causal attention over whole rows."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from rlhf_jax.mesh import ONE_DEVICE, ROW_AXES, Layout
 from rlhf_jax.models.packed_attention import attend_packed
 from rlhf_jax.runtime.jax_internals import cudnn_version
 
-# Plain attention takes so many queries at a time, and so many make a block of splash attention.
+# Queries per block of plain attention, and tokens per block of splash attention.
 QUERY_BLOCK = 512
-# Packed lines are attended in by blocks of so many tokens; small ones skip more of a line.
+# Tokens per block of packed lines; small ones skip more of a line.
 BLOCKS = {"cpu": 128}
 
 
 def causal_on(layout: Layout) -> Callable:
-    """Return causal attention in right-padded rows, by the layout's kernel where it has one.
+    """Return causal attention in right-padded rows, by the layout's kernel if it has one.
 
     query [B, Q, H, D], key and value [B, Q, G, D]; returns [B, Q, H, D] in the query's dtype.
-    Padding comes after a row's tokens, so causality alone keeps it out. Softmax in float32. Rows
-    lie over the mesh, and heads over tensor where that divides them. Each device runs the kernel on
-    its own part, without communication. B must be a multiple of the layout's row shards.
+    Padding comes after a row's tokens, so causality alone excludes it. Softmax in float32. Rows are
+    split over the mesh, and heads over tensor where that divides them. Each device runs the kernel
+    on its own part, without communication. B must be a multiple of the layout's row shards.
     """
 
     def attend(query: Array, key: Array, value: Array, memory: None = None) -> tuple[Array, None]:
-        """Attend in each device's own rows and heads."""
+        """Attend over each device's own rows and heads."""
         del memory
         chex.assert_rank([query, key, value], 4)
         kernel = KERNELS[kernel_of(layout, query.dtype, query.shape[-1])]
@@ -47,8 +47,8 @@ causal = causal_on(ONE_DEVICE)
 def kernel_of(layout: Layout, dtype: DTypeLike, dim: int) -> str:
     """Return which of `KERNELS` attends causally on a layout's devices; '' is plain jax.
 
-    The devices need not be here; where nobody has said what they are, they are taken for TPUs. A
-    GPU that is planned for has cuDNN, and one that is compiled for where it is installed here.
+    The devices may be absent; of an unknown platform, they count as TPUs. A planned GPU has cuDNN,
+    and one compiled for has it if it is installed here.
     """
     if jnp.dtype(dtype).itemsize != 2:
         return ""
@@ -60,14 +60,14 @@ def kernel_of(layout: Layout, dtype: DTypeLike, dim: int) -> str:
 
 
 def packed_on(layout: Layout, segments: Array, pairs: Array) -> Callable:
-    """Return attention within the samples of packed lines, laid out as `causal_on`'s.
+    """Return attention within the samples of packed lines, with the layout of `causal_on`.
 
     query [S, C, H, D], key and value [S, C, G, D]; `segments` and `pairs` are those of a
     `PackedSequences`.
     """
 
     def attend(query: Array, key: Array, value: Array, memory: None = None) -> tuple[Array, None]:
-        """Attend in each device's own lines and heads."""
+        """Attend over each device's own lines and heads."""
         del memory
         return _on_parts(attend_packed, layout, (query, key, value), segments, pairs), None
 
@@ -75,7 +75,7 @@ def packed_on(layout: Layout, segments: Array, pairs: Array) -> Callable:
 
 
 def packed_block(layout: Layout) -> int:
-    """Return the tokens of a block in which a layout's devices attend within packed lines."""
+    """Return the tokens per block of attention within packed lines on a layout's devices."""
     return BLOCKS.get(layout.platform, QUERY_BLOCK)
 
 
@@ -98,7 +98,7 @@ def blockwise(query: Array, key: Array, value: Array) -> Array:
     """Attend causally, a block of queries at a time over the keys up to them.
 
     Shapes as in `causal`. For Q > QUERY_BLOCK [B, H, Q, Q] never exists: each block's weights are
-    computed again in the backward pass (Rabe and Staats 2021).
+    recomputed in the backward pass (Rabe and Staats 2021).
     """
     block = QUERY_BLOCK
     if query.shape[1] <= block:
@@ -131,7 +131,7 @@ def _splash(query: Array, key: Array, value: Array) -> Array:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     count, heads, dim = query.shape[1:]
-    # The kernel wants whole lanes and whole blocks.
+    # The kernel requires whole lanes and whole blocks.
     unit = 128 if count < QUERY_BLOCK else QUERY_BLOCK
     padded = -(-count // unit) * unit
     block = min(padded, QUERY_BLOCK)

@@ -1,4 +1,4 @@
-"""The block of a transformer: attention and a gated feed-forward, each added to what it reads."""
+"""The block of a transformer: attention and a gated feed-forward, each with a residual."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def gated_block(
     rotation: Rotation,
     attend: Callable,
 ) -> tuple[jax.Array, Any]:
-    """Run one layer over hidden states [B, Q, M]; returns them, and what the attention kept."""
+    """Run one layer over hidden states [B, Q, M]; return them, and the attention's state."""
     hidden, kept = attention(hidden, layer, memory, config, rotation=rotation, attend=attend)
     normed = rms_norm(hidden, layer["mlp_norm"], config.norm_eps)
     gated = jax.nn.silu(product(normed, layer["gate"])) * product(normed, layer["up"])
@@ -38,9 +38,9 @@ def attention(
     rotation: Rotation,
     attend: Callable,
 ) -> tuple[jax.Array, Any]:
-    """Add what attention reads to hidden states [B, Q, M]; biases and norms where a layer has them.
+    """Add attention to hidden states [B, Q, M], with biases and norms if the layer has them.
 
-    Returns them, and what `attend` kept.
+    Returns them, and the state that `attend` kept.
     """
     normed = rms_norm(hidden, layer["attention_norm"], config.norm_eps)
     projected = []

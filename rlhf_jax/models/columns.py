@@ -1,4 +1,4 @@
-"""Blocks of token columns, so that the logits [B, T, V] of a batch never exist at one time."""
+"""Process blocks of token columns, so that the logits [B, T, V] of a batch never exist at once."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ ArrayTree = TypeVar("ArrayTree")  # An array, or a pytree of them.
 def split_columns(arrays: ArrayTree, tokens_at_a_time: int) -> ArrayTree:
     """Cut arrays [B, T, ...] into blocks [T / C, B, C, ...] of C columns, for `jax.lax.map`.
 
-    Blocks are alike and have at most `tokens_at_a_time` tokens, but at least one column. After the
-    last column stand zeros, which a mask among the arrays reads as False.
+    Blocks are equal and have at most `tokens_at_a_time` tokens, but at least one column. The last
+    block is padded with zeros, which a mask among the arrays reads as False.
     """
     rows, slots = jax.tree.leaves(arrays)[0].shape[:2]
     count, columns = _blocks(rows, slots, tokens_at_a_time)
@@ -37,7 +37,7 @@ def split_columns(arrays: ArrayTree, tokens_at_a_time: int) -> ArrayTree:
 
 
 def _blocks(rows: int, slots: int, tokens_at_a_time: int) -> tuple[int, int]:
-    """Return how many blocks of columns there are, and how many columns each has."""
+    """Return the number of blocks, and of columns in each."""
     count = -(-slots // max(1, min(tokens_at_a_time // rows, slots)))
     return count, -(-slots // count)
 
@@ -63,25 +63,25 @@ def map_tokens(
 ) -> ArrayTree:
     """Compute measure(head, *block) of blocks of tokens of arrays [B, T, ...]: [B, T, ...].
 
-    Of a block without a token that is `wanted` [B, T] bool there are zeros, on a CPU at no cost.
-    `measure` is given what `logits` reads of the model, and at most `chunk` tokens of one row shard
-    at a time, [C, ...]. Each shard gathers the head once, before its blocks; the head's gradient is
-    summed on each device, and scattered once behind them. head_dtype: in which it is summed and the
-    head is given; None for the head's own, where nothing is differentiated by it.
+    A block without a `wanted` token [B, T] bool gives zeros, on a CPU at no cost. `measure` gets
+    the head for `logits`, and at most `chunk` tokens of one row shard at a time, [C, ...]. Each
+    shard gathers the head once, before its blocks; the head's gradient is summed on each device,
+    and scattered once after them. head_dtype: the dtype of that sum and of the head passed to
+    `measure`; None for the head's own, if nothing is differentiated by it.
     """
     tied = model.head is None
     head = dataclasses.replace(model, layers=(), norm=None, embed=model.embed if tied else None)
     head = pin_weights(head, layout)
     if head_dtype is not None:
         head = jax.tree.map(lambda leaf: leaf.astype(head_dtype), head)
-    own = _copy_to_shards(head, layout)
+    heads = _copy_to_shards(head, layout)
     shards = layout.row_shards
     rows, slots = jax.tree.leaves(arrays)[0].shape[:2]
     lines = jax.tree.map(lambda leaf: leaf.reshape(shards, -1, *leaf.shape[2:]), arrays)
     blocks = split_columns(lines, chunk * shards)
 
     def of_block(block: Any) -> ArrayTree:
-        return jax.vmap(measure)(own, *block)
+        return jax.vmap(measure)(heads, *block)
 
     def of_wanted(given: tuple[Any, Array]) -> ArrayTree:
         block, is_wanted = given
@@ -89,8 +89,8 @@ def map_tokens(
         return jax.lax.cond(is_wanted, of_block, lambda _: nothing, block)
 
     # Checkpointed, else each block would keep its logits for the backward pass, and a branch the
-    # head. A branch costs a further gradient of the head, and XLA's partitioner for GPUs puts all
-    # that it gives on every device; so it is for a CPU, which is slow in products.
+    # head. A branch costs a further gradient of the head, and XLA's partitioner for GPUs puts its
+    # results on every device; so it is only for a CPU, which is slow in products.
     if wanted is None or layout.platform != "cpu":
         out = jax.lax.map(jax.checkpoint(of_block), blocks)
     else:
@@ -101,7 +101,7 @@ def map_tokens(
 
 
 def count_mapped(wanted: np.ndarray, chunk: int, layout: Layout) -> int:
-    """Count the tokens that `map_tokens` computes of those that are `wanted` [B, T]."""
+    """Count the tokens that `map_tokens` computes for the `wanted` ones [B, T]."""
     lines = wanted.reshape(layout.row_shards, -1)
     count, columns = _blocks(*lines.shape, chunk * layout.row_shards)
     if layout.platform == "cpu":
@@ -111,7 +111,7 @@ def count_mapped(wanted: np.ndarray, chunk: int, layout: Layout) -> int:
 
 
 def _copy_to_shards(head: Model, layout: Layout) -> Model:
-    """Return weights with a leading axis of row shards, each with a whole copy but for `tensor`."""
+    """Return weights with a leading axis of row shards, each a whole copy except over `tensor`."""
     if layout.row_shards == 1:
         return jax.tree.map(lambda leaf: leaf[None], head)
 

@@ -1,6 +1,7 @@
 """Count FLOPs: of a model's products by its shapes, and of a function by its jaxpr.
 
-The compiler's `cost_analysis()` counts a loop once, whatever its turns, and a kernel not at all.
+The compiler's `cost_analysis()` counts a loop once, whatever its iterations, and a kernel not at
+all.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ def pair_flops(model: ModelConfig) -> int:
 
 
 def count_flops(function: Callable, *arguments: Any, turns: int = 1) -> int:
-    """Return the FLOPs of all matrix products that a call runs, on all devices together.
+    """Return the FLOPs of all matrix products of a call, on all devices together.
 
     arguments: arrays or shapes; nothing is computed. Of branches the largest counts. A loop whose
-    turns are data, as that of attention in packed lines, counts `turns` times.
+    iterations depend on data, such as attention in packed lines, counts `turns` times.
     """
     return jaxpr_flops(jax.make_jaxpr(function)(*arguments), turns)
 
 
 def jaxpr_flops(jaxpr: ClosedJaxpr | Jaxpr, turns: int = 1) -> int:
-    """Return the FLOPs of a program that is traced, as `count_flops` counts them."""
+    """Return the FLOPs of a traced program, as in `count_flops`."""
     return sum(_flops_of(equation, turns) for equation in jaxpr.eqns)
 
 
 def _flops_of(equation: JaxprEqn, turns: int) -> int:
-    """Return the FLOPs of one equation, and of all that it calls: two for each multiplication."""
+    """Return the FLOPs of one equation and its inner programs: two per multiplication."""
     name = equation.primitive.name
     params = equation.params
     if name == "dot_general":
@@ -63,7 +64,7 @@ def _flops_of(equation: JaxprEqn, turns: int) -> int:
 
 
 def _turns(name: str, params: dict[str, Any]) -> int:
-    """Return how often an equation runs what it calls: a loop's turns, a grid, or devices."""
+    """Return how often an equation runs its inner program: iterations, grid steps, or devices."""
     if name == "scan":
         return params["length"]
     if name == "pallas_call":

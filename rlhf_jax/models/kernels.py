@@ -1,4 +1,4 @@
-"""Lay the kernels that a model decodes with over the mesh.
+"""Run the kernels of decoding over the mesh.
 
 Each device runs them on its own rows and heads.
 """
@@ -22,7 +22,7 @@ from rlhf_jax.types import Model, ModelConfig
 
 
 def shape_of(config: ModelConfig) -> Shape:
-    """Return what the choice of kernels depends on in a model."""
+    """Return the properties of a model that the choice of kernels depends on."""
     return Shape(
         heads=config.num_heads,
         groups=config.num_kv_heads,
@@ -35,20 +35,20 @@ def shape_of(config: ModelConfig) -> Shape:
 
 
 def verify_head(layout: Layout) -> Callable[..., Parts]:
-    """Return what gives the `Parts` of a model's logits at hidden [B, Q, M].
+    """Return the function that computes the `Parts` of a model's logits at hidden [B, Q, M].
 
     The block noise is [B, Q, blocks], the temperature [B, Q]; every leaf of the result begins with
-    [B, Q]. Each device takes its rows and its part of the vocabulary, which must be whole
-    blocks: `decoding.decoding_weights`.
+    [B, Q]. Each device takes its rows and its part of the vocabulary, which must be whole blocks:
+    `decoding.decoding_weights`.
     """
     run = implementation("verify_head", layout.kernels)
 
     def parts(model: Model, hidden: Array, noise: Array, temperature: Array) -> Parts:
         """Compute the parts of all nodes of all rows."""
-        own = head_of(model)
-        tied = isinstance(own, OutputFirst)
+        head_weight = head_of(model)
+        tied = isinstance(head_weight, OutputFirst)
         vocab = model.config.vocab_size
-        head = own.weight if tied else own
+        head = head_weight.weight if tied else head_weight
         of = functools.partial(run, tied=tied)
 
         def local(hidden: Array, head: Array, noise: Array, temperature: Array) -> Parts:
@@ -56,18 +56,20 @@ def verify_head(layout: Layout) -> Callable[..., Parts]:
             place = jax.lax.axis_index("tensor")
             held = head.shape[0 if tied else 1]
             known = jnp.clip(vocab - place * held, 0, held)
-            found = of(hidden, head, noise, temperature, known)
-            return combine(found, "tensor", place * (held // BLOCK))
+            parts_found = of(hidden, head, noise, temperature, known)
+            return combine(parts_found, "tensor", place * (held // BLOCK))
 
         flat = [x.reshape(-1, *x.shape[2:]) for x in (hidden, noise, temperature)]
         if layout.mesh is None:
-            found = of(flat[0], head, *flat[1:], vocab)
+            parts_found = of(flat[0], head, *flat[1:], vocab)
         else:
             rows = PartitionSpec(ROW_AXES)
             words = PartitionSpec("tensor") if tied else PartitionSpec(None, "tensor")
             specs = (rows, words, PartitionSpec(ROW_AXES, "tensor"), rows)
-            found = on_each(local, layout, specs, rows)(flat[0], head, *flat[1:])
-        return jax.tree.map(lambda leaf: leaf.reshape(*hidden.shape[:2], *leaf.shape[1:]), found)
+            parts_found = on_each(local, layout, specs, rows)(flat[0], head, *flat[1:])
+        return jax.tree.map(
+            lambda leaf: leaf.reshape(*hidden.shape[:2], *leaf.shape[1:]), parts_found
+        )
 
     return parts
 
@@ -75,7 +77,7 @@ def verify_head(layout: Layout) -> Callable[..., Parts]:
 def token_logprobs(layout: Layout) -> Callable[..., tuple[Array, Array]] | None:
     """Return `pallas_kernels.logprobs.token_logprobs` by a kernel; None without one.
 
-    Each device takes its rows and, where the tensor axis divides the vocabulary, its part of that.
+    Each device takes its rows and, if the tensor axis divides the vocabulary, its part of that.
     """
     if layout.kernels.logprobs == "reference":
         return None

@@ -1,4 +1,4 @@
-"""Read packed sequences: the hidden state before each predicted token, and what padding takes."""
+"""Run a model over packed sequences, and compute the share of padding."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def read_packed(
 ) -> jax.Array:
     """Compute the hidden state before each predicted token: [S, W, M] in the weights' dtype.
 
-    A token sees its own sample's alone, so the result is that of each sample by itself. `remat`
-    is `forward`'s.
+    A token sees only its own sample, so the result is that of each sample by itself. `remat` is
+    `forward`'s.
     """
     hidden = embed_tokens(model, batch.tokens)
     return predicting_states(model, run_packed(model, hidden, batch, layout, remat), batch, layout)
@@ -52,10 +52,10 @@ def predicting_states(
 def padding_flops(
     packed: Sequence[Packed], model: ModelConfig, layout: Layout, chunk: int
 ) -> float:
-    """Return the share of a forward pass's FLOPs that padding and copies of prompts take.
+    """Return the share of a forward pass's FLOPs for padding and copies of prompts.
 
-    What is computed is whole lines in the layers, pairs of blocks in attention and, in the head,
-    blocks of `chunk` tokens.
+    Computed are whole lines in the layers, pairs of blocks in attention and, in the head, blocks of
+    `chunk` tokens.
     """
     of_layers, of_head = product_flops(model)
     of_pair = pair_flops(model)

@@ -1,9 +1,9 @@
-"""Attend within packed lines of tokens, one pair of blocks at a time, where a token sees another.
+"""Attend within packed lines, one pair of blocks at a time, skipping pairs without visible tokens.
 
-A token sees itself and what comes before it of its own segment and of its prompt's, so samples of
-one prompt share it. Which blocks of a line see which is data: a line of one long sample and one of
-many short ones run the same program, each for its own number of turns. The softmax is summed over
-blocks as they come, and its weights are computed again for the gradient (Dao et al. 2022).
+A token sees itself and the earlier tokens of its own segment and of its prompt's, so samples of one
+prompt share it. Which blocks of a line see which is data: a line of one long sample and one of many
+short ones run the same program, with different iteration counts. The softmax is summed over blocks
+as they come, and its weights are recomputed for the gradient (Dao et al. 2022).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.arrays import LOWEST
 
-ATTENDED = "attended"  # what the backward pass may keep of a layer's attention, by this name
+ATTENDED = "attended"  # name under which the backward pass may keep a layer's attention
 
 
 class Line(NamedTuple):
@@ -27,7 +27,7 @@ class Line(NamedTuple):
 
     own: Array  # [N, K] int32, a token's segment, -1 of padding
     prompt: Array  # [N, K] int32, its prompt's segment
-    pairs: Array  # [P, 2] int32, blocks of queries and of keys; -1 behind the last
+    pairs: Array  # [P, 2] int32, blocks of queries and of keys; -1 after the last
 
 
 def attend_packed(
@@ -47,7 +47,7 @@ def _attend_line(query: Array, key: Array, value: Array, segments: Array, pairs:
     """Attend in one line."""
     count, heads, dim = query.shape
     groups = key.shape[1]
-    blocks = (math.isqrt(8 * len(pairs) + 1) - 1) // 2  # pairs: all causal ones of so many
+    blocks = (math.isqrt(8 * len(pairs) + 1) - 1) // 2  # pairs: all causal ones of this many
     size = count // blocks
     own, prompt = segments.T.reshape(2, blocks, size)
     # Heads that read the same keys are queries of one product: [N, G, H / G * K, D].
@@ -66,7 +66,7 @@ def _attend_blocks(query: Array, key: Array, value: Array, line: Line) -> Array:
 
 
 def _forward(query: Array, key: Array, value: Array, line: Line) -> tuple[Array, tuple]:
-    """Return what `_attend_blocks` does, and what its gradient needs."""
+    """Return the result of `_attend_blocks`, and the residuals of its gradient."""
     sums = jnp.zeros(query.shape, jnp.float32)
     weight = jnp.zeros((*query.shape[:3], 1), jnp.float32)
     top = jnp.full(weight.shape, LOWEST, jnp.float32)
@@ -106,20 +106,20 @@ def _backward(kept: tuple, cotangent: Array) -> tuple[Array, Array, Array, None]
         mine, theirs = line.pairs[turn]
         scores, seen = _scores(query, key, line, mine, theirs)
         weights = jnp.where(seen, jnp.exp(scores - normaliser[mine]), 0.0)
-        pulled = cotangent[mine]
-        of_weights = _product("gqd,gkd->gqk", pulled, value[theirs])
+        block_cotangent = cotangent[mine]
+        of_weights = _product("gqd,gkd->gqk", block_cotangent, value[theirs])
         of_scores = weights * (of_weights - balance[mine]) * query.shape[-1] ** -0.5
         of_scores = of_scores.astype(query.dtype)
         weights = weights.astype(query.dtype)
         return (
             of_query.at[mine].add(_product("gqk,gkd->gqd", of_scores, key[theirs])),
             of_key.at[theirs].add(_product("gqk,gqd->gkd", of_scores, query[mine])),
-            of_value.at[theirs].add(_product("gqk,gqd->gkd", weights, pulled)),
+            of_value.at[theirs].add(_product("gqk,gqd->gkd", weights, block_cotangent)),
         )
 
     zeros = [jnp.zeros(part.shape, jnp.float32) for part in (query, key, value)]
-    found = jax.lax.fori_loop(0, _count(line), add_pair, tuple(zeros))
-    return *(part.astype(query.dtype) for part in found), None
+    gradients = jax.lax.fori_loop(0, _count(line), add_pair, tuple(zeros))
+    return *(part.astype(query.dtype) for part in gradients), None
 
 
 _attend_blocks.defvjp(_forward, _backward)
@@ -133,7 +133,7 @@ def _count(line: Line) -> Array:
 def _scores(
     query: Array, key: Array, line: Line, mine: Array, theirs: Array
 ) -> tuple[Array, Array]:
-    """Return a pair's scores [G, Q, K] in float32, and which of them count: [Q, K] bool."""
+    """Return a pair's scores [G, Q, K] in float32, and which of them are valid: [Q, K] bool."""
     own = line.own[mine][:, None]
     prompt = line.prompt[mine][:, None]
     there = line.own[theirs][None, :]

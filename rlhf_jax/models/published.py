@@ -121,7 +121,7 @@ PUBLISHED = {
 def shape_of(path: str) -> ModelConfig:
     """Return the shape of a model by its config.json or .gguf file, else by its name.
 
-    No weight is looked at. Raises ValueError or FileNotFoundError where neither tells it.
+    No weight is read. Raises ValueError or FileNotFoundError if both are unknown.
     """
     local = Path(path).expanduser()
     if (local / "config.json").is_file():
@@ -137,7 +137,7 @@ def shape_of(path: str) -> ModelConfig:
 
 
 def is_published(path: str) -> bool:
-    """Tell whether the shape of a model is known by its name."""
+    """Return whether the shape of a model is known by its name."""
     return _base_name(path) in PUBLISHED
 
 

@@ -1,4 +1,4 @@
-"""Where weights lie: the mesh axes of each, by its table and the layout's role."""
+"""Define the sharding of weights: mesh axes by weight table and the layout's role."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def model_shardings(tree: Any, layout: Layout) -> Any:
     """Return a `NamedSharding` for every leaf of a tree of `Model`s, by the layout's role.
 
     The tree is a model, its gradient, an optax state or a `Trained`; leaves are arrays or
-    `ShapeDtypeStruct`s. Leaves that are no weights (counts, steps) are replicated. In role
+    `ShapeDtypeStruct`s. Leaves that are not weights (counts, steps) are replicated. In role
     "training" weights are split over slices, fsdp and tensor, in role "generation" over tensor,
     repeated over the rest; in "pipelined" layers over slices, and each over fsdp and tensor. A
-    dimension that its axis does not divide stays whole: see `unsplit`.
-    Raises ValueError for a weight of fewer dimensions than its table names.
+    dimension that its axis does not divide stays whole: see `unsplit`. Raises ValueError for a
+    weight of fewer dimensions than its table names.
     """
 
     def shard(path: tuple, leaf: Any, spec: tuple) -> NamedSharding:
@@ -36,14 +36,14 @@ def model_shardings(tree: Any, layout: Layout) -> Any:
 def unsplit(tree: Any, layout: Layout) -> list[str]:
     """Return a line for each dimension that stays whole as its mesh axis does not divide it.
 
-    Arguments and errors as of `model_shardings`.
+    Arguments and errors as in `model_shardings`.
     """
     lines = []
 
     def tell(path: tuple, leaf: Any, wanted: tuple) -> None:
         """Add the lines of one leaf."""
-        found = layout.fit(wanted, leaf.shape)
-        for size, axes, kept in zip(leaf.shape, wanted, found, strict=True):
+        fitted = layout.fit(wanted, leaf.shape)
+        for size, axes, kept in zip(leaf.shape, wanted, fitted, strict=True):
             if axes is not None and kept is None:
                 lines.append(
                     f"{jax.tree_util.keystr(path)}: {size} is not divisible by"
@@ -55,7 +55,7 @@ def unsplit(tree: Any, layout: Layout) -> list[str]:
 
 
 def pin_weights(tree: T, layout: Layout) -> T:
-    """Hold a tree of `Model`s to its layout, inside a jitted function; without a mesh, nothing."""
+    """Constrain a tree of `Model`s to its layout, inside a jitted function; needs a mesh."""
     if layout.mesh is None:
         return tree
     return jax.lax.with_sharding_constraint(tree, model_shardings(tree, layout))
@@ -65,7 +65,7 @@ def _map_specs(function: Callable[[tuple, Any, tuple], Any], tree: Any, role: st
     """Map path, leaf and the mesh axes of each of its dimensions, over all leaves of a tree."""
 
     def of_weight(path: tuple, given: Any) -> Any:
-        """Map the leaves of one weight of any kind, or a leaf that is none."""
+        """Map the leaves of one weight of any kind, or a leaf that is not a weight."""
         weight = weight_at(path)
         axes: Any = "" if weight is None else weight.axes
         if isinstance(given, WeightKind):
@@ -86,13 +86,14 @@ def _map_specs(function: Callable[[tuple, Any, tuple], Any], tree: Any, role: st
 
 
 def _spec(path: tuple, leaf: Any, axes: str, role: str) -> tuple:
-    """Return the mesh axes of each dimension of a leaf; a leading one is of layers."""
+    """Return the mesh axes of each dimension of a leaf; a leading one is for layers."""
     if len(axes) > leaf.ndim:
         raise ValueError(
             f"{jax.tree_util.keystr(path)} has rank {leaf.ndim}; a weight of that name has axes"
             f" {axes}."
         )
     leading = ("L" if axes else "-") * (leaf.ndim - len(axes))
-    # what a pipeline has beside its layers lies as in training, so that no slice repeats it
+    # a pipeline's weights outside the layers are split as in training, so that no slice repeats
+    # them
     table = ROLES["training" if role == "pipelined" and not leading else role]
     return tuple(table.get(axis) for axis in leading + axes)

@@ -30,7 +30,7 @@ def init(key: Array, config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Mod
     keys = dict(zip(table, jax.random.split(key, len(table)), strict=True))
 
     def drawn(path: tuple, shape: jax.ShapeDtypeStruct) -> jax.Array:
-        """Return one weight, of all layers where they are stacked."""
+        """Return one weight, of all layers if they are stacked."""
         name = jax.tree_util.keystr(path[-1:], simple=True)
         weight = table[name]
         if not isinstance(weight.init, str):
@@ -78,7 +78,7 @@ def stack(model: Model) -> Model:
 def unstack(model: Model) -> Model:
     """Return the model with its layers as a tuple.
 
-    Each weight is then a buffer of its own, which every decoding step reads in place.
+    Each weight is then a separate buffer, which every decoding step reads in place.
     """
     if not isinstance(model.layers, dict):
         return model
@@ -90,7 +90,7 @@ def unstack(model: Model) -> Model:
 
 
 def pad_vocab(model: Model, multiple: int) -> Model:
-    """Put zeros behind a model's vocabulary, up to a multiple of tokens; `logits` masks them."""
+    """Pad a model's vocabulary with zeros to a multiple of tokens; `logits` masks them."""
     short = -model.config.vocab_size % multiple
     head = None if model.head is None else jnp.pad(model.head, ((0, 0), (0, short)))
     return dataclasses.replace(model, embed=jnp.pad(model.embed, ((0, short), (0, 0))), head=head)
@@ -111,13 +111,12 @@ def forward(
 ) -> tuple[jax.Array, Any]:
     """Compute the hidden states of tokens at positions, both int32 [B, Q], after the final norm.
 
-    Returns them as [B, Q, M] in the weights' dtype, and what the attention kept of each layer.
-    `attend(query, key, value, memory of the layer) -> (out, kept)` is the attention: query
-    [B, Q, H, D], key and value [B, Q, G, D], out [B, Q, H, D]. `memory` and `kept` run over the
-    layers: a tuple where layers are unrolled, leaves with a leading L where they are stacked.
-    The backward pass keeps each stacked layer's input and its products with weights, or with
-    `remat` the input alone, and computes the rest again. A token below 0 (no draft) is read as
-    token 0.
+    Returns them as [B, Q, M] in the weights' dtype, and the attention's state of each layer.
+    `attend(query, key, value, memory of the layer) -> (out, kept)` is the attention: query [B, Q,
+    H, D], key and value [B, Q, G, D], out [B, Q, H, D]. `memory` and `kept` run over the layers: a
+    tuple if layers are unrolled, leaves with a leading L if they are stacked. The backward pass
+    keeps each stacked layer's input and its products with weights, or with `remat` the input alone,
+    and recomputes the rest. A token below 0 (no draft) is read as token 0.
     """
     chex.assert_equal_shape([tokens, positions])
     hidden, kept = run_layers(
@@ -127,13 +126,13 @@ def forward(
 
 
 def embed_tokens(model: Model, tokens: Array) -> jax.Array:
-    """Return what the first layer reads, [B, Q, M], of tokens [B, Q] int32."""
+    """Return the embeddings [B, Q, M] of tokens [B, Q] int32."""
     chex.assert_rank(tokens, 2)
     return model.embed[jnp.maximum(tokens, 0)]
 
 
 def final_norm(model: Model, hidden: jax.Array) -> jax.Array:
-    """Normalise what the last layer gave, [B, Q, M], for the head."""
+    """Normalise the last layer's output, [B, Q, M], for the head."""
     return rms_norm(hidden, model.norm, model.config.norm_eps)
 
 
@@ -147,7 +146,7 @@ def run_layers(
 ) -> tuple[jax.Array, Any]:
     """Run all layers of a model, or of a part of one, over hidden states [B, Q, M].
 
-    Returns what the last one gives, and what the attention kept; the rest as in `forward`.
+    Returns the last one's output, and the attention's state; the rest as in `forward`.
     """
     chex.assert_rank([hidden, positions], [3, 2])
     # The rotary embedding: cos and sin [B, Q, D/2] of each position (Su et al. 2021).
@@ -172,7 +171,7 @@ def run_layers(
 
 
 def _is_costly(primitive: Primitive, *operands: Any, **params: Any) -> bool:
-    """Tell whether the backward pass keeps what a primitive computes: products, and attention."""
+    """Return whether the backward pass keeps the result of a primitive: products, and attention."""
     if primitive.name == "pallas_call" or primitive.name.startswith("dot_product_attention_fwd"):
         return True
     if primitive.name == "name" and params["name"] == ATTENDED:
@@ -181,14 +180,14 @@ def _is_costly(primitive: Primitive, *operands: Any, **params: Any) -> bool:
 
 
 def head_of(model: Model) -> Array | OutputFirst:
-    """Return a model's head: its own, or its embedding where that is tied."""
+    """Return a model's head: its own, or its embedding if that is tied."""
     return OutputFirst(model.embed) if model.head is None else model.head
 
 
 def logits(model: Model, hidden: Array) -> jax.Array:
     """Return the logits [..., V] of hidden states [..., M], in float32; [..., 1] of a scalar head.
 
-    Padding behind the vocabulary is -inf.
+    Padding of the vocabulary is -inf.
     """
     head = head_of(model)
     turned = isinstance(head, OutputFirst)

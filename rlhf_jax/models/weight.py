@@ -1,4 +1,4 @@
-"""A weight: its axes, how it begins and is stored, and the kinds of array that may stand for it."""
+"""Define a weight: its axes, initialisation, storage, and the kinds of array that represent it."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class Weight(NamedTuple):
 
     axes: str
     stored: tuple[str, ...]
-    # The axes that a product sums over, which is drawn N(0, 1/inputs); or the number that fills it.
+    # The axes that a product sums over, drawn N(0, 1/inputs); or the number that fills it.
     init: str | float
     huggingface: str  # Its name in a Hugging Face folder.
     gguf: str  # Its name in a GGUF file.
 
     @property
     def is_matrix(self) -> bool:
-        """Tell whether it multiplies: it is then decayed, split by its width, and turned."""
+        """Return whether it is a matrix: it is then decayed, split by its width, and transposed."""
         return isinstance(self.init, str)
 
     @property
     def inputs(self) -> str:
-        """Return the axes that a product sums over; '' of norms and biases."""
+        """Return the axes that a product sums over; '' for norms and biases."""
         return self.init if isinstance(self.init, str) else ""
 
 
@@ -43,10 +43,10 @@ WeightTable = Mapping[str, Weight]  # By the name in `Model.layers`, or of a fie
 
 
 class WeightKind(abc.ABC):
-    """Stand for a matrix in a layer as a pytree of arrays of another form.
+    """Represent a matrix in a layer as a pytree of arrays of another form.
 
-    A subclass is a `flax.struct.dataclass`. `inputs` counts the axes that a product sums over:
-    they come first in memory.
+    A subclass is a `flax.struct.dataclass`. `inputs` counts the axes that a product sums over: they
+    come first in memory.
     """
 
     @abc.abstractmethod
@@ -59,29 +59,29 @@ class WeightKind(abc.ABC):
 
     @abc.abstractmethod
     def axes(self, weight: Weight) -> Self:
-        """Return the same tree whose leaves are the letters of their axes, '' where never split."""
+        """Return the same tree whose leaves are the letters of their axes, '' if never split."""
 
 
 @struct.dataclass
 class OutputFirst(WeightKind):
-    """Hold a weight with its inputs last: [F, M] in place of [M, F]."""
+    """Hold a weight with its inputs last: [F, M] instead of [M, F]."""
 
     weight: Array
 
     @classmethod
     def of(cls, array: Array, inputs: int) -> OutputFirst:
-        """Turn a matrix in memory."""
+        """Transpose a matrix in memory."""
         return cls(jnp.moveaxis(array, range(inputs), range(-inputs, 0)))
 
     def product(self, rows: jax.Array, inputs: int) -> jax.Array:
-        """Multiply without turning the matrix back."""
+        """Multiply without transposing the matrix back."""
         turned = self.weight.reshape(-1, rows.shape[-1]) @ rows.T
-        # Without the barrier XLA turns the product round: up to twice as slow on a CPU.
+        # Without the barrier XLA transposes the product: up to twice as slow on a CPU.
         out = jax.lax.optimization_barrier(turned).T
         return out.reshape(len(rows), *self.weight.shape[:-inputs])
 
     def plain(self, inputs: int) -> Array:
-        """Turn the matrix back."""
+        """Transpose the matrix back."""
         return jnp.moveaxis(self.weight, range(-inputs, 0), range(inputs))
 
     def axes(self, weight: Weight) -> Self:
@@ -91,14 +91,14 @@ class OutputFirst(WeightKind):
 
 
 def plain(weight: Any, inputs: int = 1) -> Array:
-    """Return the array that a weight of any kind stands for."""
+    """Return the array that a weight of any kind represents."""
     return weight.plain(inputs) if isinstance(weight, WeightKind) else weight
 
 
 def product(x: jax.Array, weight: Any, inputs: int = 1) -> jax.Array:
-    """Multiply x [..., K] with a weight of any kind, whose first `inputs` dimensions are K.
+    """Multiply x [..., K] by a weight of any kind, whose first `inputs` dimensions are K.
 
-    Both are taken as matrices: XLA on a CPU would transpose anything else at every step.
+    Both are flattened to matrices: XLA on a CPU would transpose anything else at every step.
     """
     rows = x.reshape(-1, x.shape[-1])
     if isinstance(weight, WeightKind):

@@ -1,4 +1,4 @@
-"""Read and write weights as they lie in files, by their family's table.
+"""Read and write weights in the form of their files, by their family's table.
 
 PyTorch keeps a linear map as `[out, in]` with heads flattened; here it is `[M, H, D]` and the like.
 Both are views of the same numbers, so reading a slice of ours touches only those bytes of the file.
@@ -23,13 +23,13 @@ from rlhf_jax.types import Model, ModelConfig
 
 
 class WeightKey(NamedTuple):
-    """Name one weight: a field of `Model`, or in a `Layer` with the layer's index."""
+    """Identify one weight: a field of `Model`, or in a `Layer` with the layer's index."""
 
     name: str
     layer: int | None
 
 
-ReadWeight = Callable[[WeightKey], np.ndarray]  # Gives one weight in its stored form.
+ReadWeight = Callable[[WeightKey], np.ndarray]  # Returns one weight in its stored form.
 
 
 def weight_keys(config: ModelConfig) -> Iterator[tuple[WeightKey, tuple[int, ...]]]:
@@ -72,7 +72,7 @@ def from_stored(weight: Weight, array: np.ndarray, shape: tuple[int, ...]) -> np
 
 
 def assemble(read: ReadWeight, config: ModelConfig, dtype, shardings: Model | None = None) -> Model:
-    """Make a `Model` with stacked layers of weights that `read` gives one at a time.
+    """Make a `Model` with stacked layers from weights that `read` returns one at a time.
 
     Each device's part of each leaf is made alone, layer by layer, so the host never holds a whole
     sharded leaf. `shardings` is a `Model` of `jax.sharding.Sharding`; None puts all on the first
@@ -113,12 +113,12 @@ def stored_weight(model: Model, key: WeightKey) -> np.ndarray:
     """
     weight = weights_of(model.config)[key.name]
     if key.layer is None:
-        found = getattr(model, key.name)
+        weight_in_memory = getattr(model, key.name)
     elif isinstance(model.layers, dict):
-        found = jax.tree.map(lambda leaf: leaf[key.layer], model.layers[key.name])
+        weight_in_memory = jax.tree.map(lambda leaf: leaf[key.layer], model.layers[key.name])
     else:
-        found = model.layers[key.layer][key.name]
-    array = np.asarray(plain(found, len(weight.inputs)))
+        weight_in_memory = model.layers[key.layer][key.name]
+    array = np.asarray(plain(weight_in_memory, len(weight.inputs)))
     letters = "".join(weight.stored)
     in_order = array.transpose([weight.axes.index(letter) for letter in letters])
     return in_order.reshape(stored_shape(weight, array.shape))
@@ -130,7 +130,7 @@ def check_weights(
     source: Path,
     config: ModelConfig,
 ) -> None:
-    """Raise ValueError at the first tensor that is missing, of another shape, or has no place.
+    """Raise ValueError at the first tensor that is missing, of another shape, or unknown.
 
     `found` gives file and shape by name in the file, `names` the names of `config`'s weights.
     """

@@ -1,1 +1,1 @@
-"""Tell how a run goes: metrics, traces, and what is printed."""
+"""Monitor a run: metrics, traces, and console output."""

@@ -1,4 +1,4 @@
-"""Show a run on screen: progress while it goes on, and tables of what it uses and has changed."""
+"""Show a run on screen: progress, and tables of its resources and results."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from rich.text import Text
 from rlhf_jax.monitoring.parts import PhaseParts
 from rlhf_jax.monitoring.phases import PhaseSeconds
 
-# (heading, key of the metrics, width in characters, format) of the columns of a step's line: those
-# whose number a run has. The panel draws the first of them.
+# (heading, key of the metrics, width in characters, format) of the columns of a step's line; those
+# whose metric a run has are shown. The panel draws the first of them.
 STEP_COLUMNS = (
     ("reward", "reward/mean", 7, ".3f"),
     ("drawn alike", "drafter/acceptance", 11, ".3f"),
@@ -36,17 +36,17 @@ STEP_COLUMNS = (
 )
 TIME_WIDTH = 8  # characters of the last column, the time left
 
-PHASE_SECONDS = 10.0  # between two lines that say the phase where there is no terminal
-RECENT_STEPS = 20  # whose median tells the time left
+PHASE_SECONDS = 10.0  # between two lines about the phase without a terminal
+RECENT_STEPS = 20  # whose median gives the time left
 SPARKS = "▁▂▃▄▅▆▇█"
-SPARK_STEPS = 24  # whose numbers the panel draws
+SPARK_STEPS = 24  # drawn in the panel
 
 
 class Progress:
-    """Show where a run is: a live panel under the lines of past steps, or lines alone.
+    """Show the progress of a run: a live panel under the lines of past steps, or lines alone.
 
-    There is no panel where there is no terminal. Use as a context manager: `update` whenever
-    something is known, `finish` once a step.
+    Without a terminal there is no panel. Use as a context manager: call `update` whenever something
+    is known, `finish` once per step.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Progress:
         console: Console | None = None,
         program: Callable[[], str] = lambda: "",
     ):
-        """Begin after so many steps; `program` names what compiles now, '' for nothing."""
+        """Begin after some steps; `program` names the program that compiles now, '' for none."""
         self._program = program
         self._total = total
         self._done = done
@@ -65,7 +65,7 @@ class Progress:
         self._live_numbers: Mapping[str, float] = {}
         self._parts: PhaseParts | None = None
         self._seconds: list[float] = []
-        self._beside = 0.0
+        self._other_seconds = 0.0
         self._columns: list[tuple[str, str, int, str]] = []
         self._drawn: list[float] = []
         self._counter_width = max(len("step"), 2 * len(str(total)) + 1)
@@ -88,7 +88,7 @@ class Progress:
         self._live.stop()
 
     def update(self, phase: str, parts: PhaseParts | None = None, **numbers: float) -> None:
-        """Show the phase that runs now, its parts, and numbers about it by name: `live_rows=5`."""
+        """Show the current phase, its parts, and numbers about it by name: `live_rows=5`."""
         now = time.monotonic()
         changed = phase != self._phase
         self._live_numbers = numbers
@@ -96,24 +96,25 @@ class Progress:
         if changed:
             self._phase = phase
             self._phase_start = now
-        # Without a terminal, each phase of the first step has a line, and then time has.
+        # Without a terminal, each phase of the first step has a line, and later every
+        # PHASE_SECONDS.
         due = now >= self._next_line or (changed and not self._seconds)
         if due and not self._console.is_terminal:
             self._next_line = now + PHASE_SECONDS
             counter = self._counter(min(self._done + 1, self._total))
-            self.say(f"{counter}  {self._phase}  {self._told()}")
+            self.say(f"{counter}  {self._phase}  {self._status()}")
 
     def finish(
-        self, metrics: Mapping[str, float], compiling: float = 0.0, beside: float = 0.0
+        self, metrics: Mapping[str, float], compiling: float = 0.0, other_seconds: float = 0.0
     ) -> None:
         """End a step: print its line, of the keys in STEP_COLUMNS and the time left.
 
-        compiling: seconds of the step in which it waited for compilers, which later steps need not.
-        beside: seconds that are left for what is no step, such as evaluations. The first step
-        decides which columns there are, and prints their headings.
+        compiling: seconds of the step spent waiting for compilers, which later steps need not.
+        other_seconds: seconds left for work outside steps, such as evaluations. The first step
+        determines the columns, and prints their headings.
         """
         now = time.monotonic()
-        self._beside = beside
+        self._other_seconds = other_seconds
         if not self._seconds:
             self._columns = [column for column in STEP_COLUMNS if column[1] in metrics]
             headings = [heading.rjust(width) for heading, _, width, _ in self._columns]
@@ -136,28 +137,28 @@ class Progress:
         self._console.print(Text(line.rstrip()), soft_wrap=True)
 
     def _counter(self, step: int) -> str:
-        """Write which step of how many it is."""
+        """Return the number of the step and of all steps."""
         return f"{step}/{self._total}".rjust(self._counter_width)
 
-    def _told(self) -> str:
-        """Say how many parts of the phase are done, its numbers, and which program compiles."""
+    def _status(self) -> str:
+        """Return the finished parts of the phase, its numbers, and the compiling program."""
         numbers = self._live_numbers.items()
-        said = [f"{value:.4g} {name.replace('_', ' ')}" for name, value in numbers]
+        words = [f"{value:.4g} {name.replace('_', ' ')}" for name, value in numbers]
         if self._parts is not None and self._parts.of > 1:
-            said.insert(0, f"{self._parts.done} of {self._parts.of}")
+            words.insert(0, f"{self._parts.done} of {self._parts.of}")
         if program := self._program():
-            said.append(program if self._phase == "compiling" else f"compiling {program}")
-        return "  ".join(filter(None, said))
+            words.append(program if self._phase == "compiling" else f"compiling {program}")
+        return "  ".join(filter(None, words))
 
     def _left(self) -> str:
-        """Write the time left, by the median of recent steps.
+        """Return the time left, by the median of recent steps.
 
         The first step, which compiles, counts only while it is alone.
         """
         recent = self._seconds[1:][-RECENT_STEPS:] or self._seconds
         if not recent:
             return "?"
-        seconds = (self._total - self._done) * statistics.median(recent) + self._beside
+        seconds = (self._total - self._done) * statistics.median(recent) + self._other_seconds
         return str(datetime.timedelta(seconds=round(seconds)))
 
     def _panel(self) -> Group:
@@ -177,12 +178,12 @@ class Progress:
         seconds = time.monotonic() - self._phase_start
         self._spinner.update(text=Text(f"{self._phase} {seconds:.0f} s"))
         phase = Table.grid(padding=(0, 2))
-        phase.add_row(self._spinner, Text(self._told(), "dim"))
+        phase.add_row(self._spinner, Text(self._status(), "dim"))
         return Group("", bar, phase)
 
 
 def describe(title: str, rows: Sequence[tuple[str, str]], console: Console | None = None) -> None:
-    """Print the table of what a run will use: (name, value) rows under a title."""
+    """Print the table of a run's resources: (name, value) rows under a title."""
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
@@ -196,9 +197,9 @@ def compare(
     samples: Sequence[tuple[str, str, str]],
     console: Console | None = None,
 ) -> None:
-    """Print what a run has changed: (name, before, after) measures, (prompt, before, after) texts.
+    """Print the changes of a run: (name, before, after) measures, (prompt, before, after) texts.
 
-    A measure has its change beside it.
+    A measure has its change next to it.
     """
     numbers = _numbers_table("measure", "before", "after", "change")
     for name, before, after in measures:
@@ -221,14 +222,14 @@ def table(headings: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) ->
 
 
 def warn(sentences: Sequence[str]) -> None:
-    """Print what should worry the reader of a run, a line each."""
+    """Print the warnings of a run, a line each."""
     console = Console()
     for sentence in sentences:
         console.print(Text("! ", "bold red").append(sentence, "red"))
 
 
 def where_time_went(phases: Sequence[PhaseSeconds], console: Console | None = None) -> None:
-    """Print the seconds of each phase that took more than a hundredth of them all."""
+    """Print the seconds of each phase that took more than a hundredth of the total."""
     table = _numbers_table("phase", "seconds", "share", "compiling")
     total = sum(phase.seconds for phase in phases)
     for phase in phases:
@@ -240,6 +241,6 @@ def where_time_went(phases: Sequence[PhaseSeconds], console: Console | None = No
 
 
 def _numbers_table(name: str, *headings: str) -> Table:
-    """Return a table whose columns after the first have numbers."""
+    """Return a table whose columns after the first hold numbers."""
     numbers = (Column(heading, justify="right") for heading in headings)
     return Table(name, *numbers, box=box.SIMPLE_HEAD)

@@ -1,4 +1,4 @@
-"""Say by which command, code and machine a run was made."""
+"""Record the command, code and machine of a run."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ def environment() -> dict[str, str]:
 
 
 def most_memory() -> dict[str, float]:
-    """Return the most that this process and its first device have held, in GB, as metrics.
+    """Return the peak memory of this process and its first device, in GB, as metrics.
 
-    Not every device tells.
+    Not every device reports it.
     """
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes of what the system counts in
-    found = {"memory/host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9}
-    told = jax.local_devices()[0].memory_stats() or {}
-    if "peak_bytes_in_use" in told:
-        found["memory/device"] = told["peak_bytes_in_use"] / 1e9
-    return found
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes in the unit of the system's count
+    metrics = {"memory/host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9}
+    statistics = jax.local_devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in statistics:
+        metrics["memory/device"] = statistics["peak_bytes_in_use"] / 1e9
+    return metrics
 
 
 def _commit() -> str:
-    """Return the commit of the clone that the package lies in; '' where it lies in none."""
+    """Return the commit of the package's clone; '' if it is not in one."""
     if not (PACKAGE.parent / ".git").exists():
         return ""
-    asked = ["git", "-C", str(PACKAGE), "describe", "--always", "--dirty"]
+    command = ["git", "-C", str(PACKAGE), "describe", "--always", "--dirty"]
     try:
-        # Words of our own, and the git that the user's PATH names.
-        said = subprocess.run(asked, capture_output=True, text=True, timeout=5)  # noqa: S603
-        return said.stdout.strip()
+        # The arguments are constants, and git is the user's.
+        result = subprocess.run(command, capture_output=True, text=True, timeout=5)  # noqa: S603
+        return result.stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""

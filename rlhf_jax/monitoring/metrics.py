@@ -1,4 +1,4 @@
-"""Write what a run says to its files: JSON lines, and TensorBoard's events."""
+"""Write the records of a run to its files: JSON lines, and TensorBoard's events."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ import numpy as np
 
 from rlhf_jax.runtime.files import write_atomically, writing
 
-# The package is imported where a run writes: what only plans or measures does without it.
+# Imported when a run writes: planning and measuring do not need the package.
 if TYPE_CHECKING:
     from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
-# Keys that every line of metrics.jsonl has; others are those of the parts that a run has.
+# Keys of every line of metrics.jsonl; others depend on the parts of a run.
 REQUIRED = ("step", "step/seconds")
 
-# The files of lines, a record each, that a run appends to.
+# The files of records, one per line, that a run appends to.
 LINES = ("metrics", "evaluations", "samples", "strategies")
 
-# So many samples are shown of a step, and as they were before and after the run.
+# Number of samples shown of a step, and before and after the run.
 SHOWN_SAMPLES = 6
 
-# What trackers call the samples of a step, and those of an evaluation.
+# Names in trackers of the samples of a step, and of an evaluation.
 SAMPLES = "samples"
 HELD_OUT = "held-out samples"
 SAMPLE_COLUMNS = ("prompt", "response", "reward")
 
-# What a run has in its workdir, and an earlier run leaves there.
+# Files of a run in its workdir, to be moved if an earlier run left them.
 RUN_FILES = (
     "config.json",
     "about.json",
@@ -56,9 +56,9 @@ T = TypeVar("T")
 class Writer:
     """Append to the files of one run: metrics, evaluations, samples, strategies, and TensorBoard's.
 
-    `first_step` is the first step that this run will write. What a run that was interrupted after
-    its last checkpoint left of that step and later is removed, so no step stands there twice. An
-    error of writing is one OSError that names the file.
+    `first_step` is the first step that this run will write. Lines of that step and later, left by a
+    run that was interrupted after its last checkpoint, are removed, so that no step is there twice.
+    An error of writing is one OSError that names the file.
     """
 
     def __init__(self, workdir: str | pathlib.Path, first_step: int):
@@ -90,14 +90,14 @@ class Writer:
             self._events.flush()
         self._files: dict[str, io.FileIO] = {}
         for name, path in zip(LINES, paths, strict=True):
-            # Without a buffer, what fails to be written does not wait to fail again.
+            # Without a buffer, a failed write does not fail again later.
             with writing(path):
                 self._files[name] = path.open("ab", buffering=0)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Write a step's metrics: Python, numpy or JAX scalars by key.
 
-        Raises ValueError if a key of REQUIRED misses or a value is not finite.
+        Raises ValueError if a key of REQUIRED is missing or a value is not finite.
         """
         if missing := [key for key in REQUIRED if key not in metrics]:
             raise ValueError(f"The metrics of a step miss {', '.join(missing)}.")
@@ -116,7 +116,7 @@ class Writer:
     def write_rows(self, name: str, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write the step's "samples", or its "strategies" at each number of live rows: a line each.
 
-        A line has the step, and all that the row holds.
+        A line has the step, and all fields of the row.
         """
         rows = [*rows]
         for row in rows:
@@ -133,9 +133,9 @@ class Writer:
         self._add_event(_text_event(HELD_OUT, step, samples))
 
     def sync(self) -> None:
-        """Wait until a power loss would spare every line so far.
+        """Sync all lines to disk.
 
-        A checkpoint that is then saved lacks none.
+        A checkpoint that is saved afterwards lacks none.
         """
         for file in self._files.values():
             with writing(str(file.name)):
@@ -168,7 +168,7 @@ class Writer:
 
 
 def check(workdir: str | pathlib.Path) -> None:
-    """Raise ValueError where a run that goes on would find a line that is no record."""
+    """Raise ValueError if the files of a resumed run have an invalid line."""
     for name in LINES:
         read_rows(workdir, name)
 
@@ -176,13 +176,13 @@ def check(workdir: str | pathlib.Path) -> None:
 def open_run(
     workdir: str | pathlib.Path, config: str, first_step: int = 0, about: str = "{}"
 ) -> Writer:
-    """Return a writer for a run in `workdir`, and write its config (JSON) beside its files.
+    """Return a writer for a run in `workdir`, and write its config (JSON) next to its files.
 
-    about: JSON too: the "title" of what the run does, digests of its own "code", and its
-    "environment"; report and comparison read it.
+    about: JSON, too: the "title" of the run, digests of its own "code", and its "environment";
+    report and comparison read it.
 
-    A run that resumes, at a `first_step` above 0, goes on in the files that are there. One that
-    starts keeps those of an earlier run: they move to a folder `earlier-N` in the same place.
+    A run that resumes, at a `first_step` above 0, continues the existing files. A new one keeps
+    those of an earlier run: they move to a folder `earlier-N` in the same place.
     """
     folder = pathlib.Path(workdir)
     with writing(folder):
@@ -208,9 +208,9 @@ def read_rows(workdir: str | pathlib.Path, *names: str) -> list[dict[str, Any]]:
 
 
 def before_and_after(workdir: str | pathlib.Path) -> tuple[list, list]:
-    """Return what `console.compare` shows of a run, from its first and its last evaluation.
+    """Return the rows of `console.compare`, from a run's first and last evaluation.
 
-    It is (name, before, after) of the measures that both have, and (prompt, before, after) of up to
+    They are (name, before, after) of the common measures, and (prompt, before, after) of up to
     SHOWN_SAMPLES samples, `paired` and evenly spread.
     """
     path = pathlib.Path(workdir) / "evaluations.jsonl"
@@ -234,10 +234,10 @@ def spread(rows: Sequence[T]) -> list[T]:
 
 
 def paired(*batches: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], ...]]:
-    """Return samples of several batches beside each other, where their prompts are equal.
+    """Pair samples of several batches by equal prompts.
 
-    The first response to a prompt stands beside the first, the second beside the second. The rest
-    is left out.
+    The first response to a prompt is paired with the first, the second with the second. The rest is
+    left out.
     """
     others = []
     for batch in batches[1:]:
@@ -253,17 +253,17 @@ def paired(*batches: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], ...
 
 
 def is_measure(key: str) -> bool:
-    """Tell whether a line of evaluations.jsonl has a measure of the policy under this key."""
+    """Return whether a key of evaluations.jsonl is a measure of the policy."""
     return key not in ("step", "samples") and not key.startswith("eval/generation/")
 
 
 def _lines(path: pathlib.Path) -> list[bytes]:
-    """Return the complete lines of a file that may be missing, which end with a newline."""
+    """Return the complete lines of a file, which end with a newline; none if it is missing."""
     return path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
 
 
 def _parsed(path: pathlib.Path, line: bytes) -> dict[str, Any]:
-    """Return the record that a line of a file holds, with a whole number as its step."""
+    """Return the record in a line of a file, with a whole number as its step."""
     try:
         row = json.loads(line)
         return row | {"step": int(row["step"])}
@@ -292,8 +292,8 @@ def _text_event(tag: str, step: int, samples: Sequence[Mapping[str, Any]]) -> Ev
     from tensorboardX.summary import text
 
     def cell(value: object) -> str:
-        said = f"{value:.4g}" if isinstance(value, float) else str(value)
-        return " ".join(said.split()).replace("|", "\\|")
+        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+        return " ".join(shown.split()).replace("|", "\\|")
 
     heading = [SAMPLE_COLUMNS, ("---",) * len(SAMPLE_COLUMNS)]
     rows = [[cell(row.get(name)) for name in SAMPLE_COLUMNS] for row in spread(samples)]

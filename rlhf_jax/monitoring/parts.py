@@ -1,4 +1,4 @@
-"""Follow the parts of a stage's work on devices, without holding up who hands them out."""
+"""Follow the parts of a stage's work on devices without blocking the dispatch."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rlhf_jax.monitoring.trace import Span
 from rlhf_jax.runtime.shards import owners_of
 from rlhf_jax.sequences.batch import PackedSequences
 
-# Gives the time at which a result was there.
+# Returns the time at which a result was ready.
 Future = concurrent.futures.Future[float]
 
 
 class CallPart(NamedTuple):
-    """Hold a part of a call that was handed to its devices."""
+    """Hold a dispatched part of a call."""
 
     call: str
     began: float  # when it was dispatched, by the clock of `time.perf_counter`
@@ -30,7 +30,7 @@ class CallPart(NamedTuple):
 
 
 class PipelineTask(NamedTuple):
-    """Hold a task of a pipeline that was handed to the devices of a slice."""
+    """Hold a dispatched task of a pipeline."""
 
     call: str
     began: float  # when it was dispatched
@@ -41,36 +41,36 @@ class PipelineTask(NamedTuple):
 
 @dataclasses.dataclass
 class PhaseParts:
-    """Hold an array of each part that was handed to the devices; it is ready when the part is."""
+    """Hold an array of each dispatched part; it is ready when the part is."""
 
     of: int  # parts in all
     handed: list[jax.Array] = dataclasses.field(default_factory=list)
-    heard: Callable[[CallPart, jax.Array], None] = lambda part, result: None
-    # tasks of pipelines, one by one; None: they need not be told
-    heard_task: Callable[[PipelineTask, jax.Array], None] | None = None
+    record: Callable[[CallPart, jax.Array], None] = lambda part, result: None
+    # receives tasks of pipelines, one by one; None: they are not recorded
+    record_task: Callable[[PipelineTask, jax.Array], None] | None = None
 
     @property
     def done(self) -> int:
-        """Count the parts that are finished."""
+        """Count the finished parts."""
         # The type stubs of jax.Array lack the method.
         return sum(bool(cast(Any, array).is_ready()) for array in self.handed)
 
     def hand(self, call: str, began: float, result: jax.Array, batch: PackedSequences) -> None:
-        """Note a part of a call, of a batch on the host, whose result is on its way."""
+        """Record a dispatched part of a call, of a batch on the host."""
         self.handed.append(result)
         mask = np.asarray(batch.mask)
-        # Segments count from 0 in each shard; to sort them would hold up what is dispatched next.
+        # Segments count from 0 in each shard; sorting them would delay the next dispatch.
         rows = int((np.where(mask, batch.segment_ids, -1).max(axis=1, initial=-1) + 1).sum())
-        self.heard(CallPart(call, began, rows, tokens=int(mask.sum())), result)
+        self.record(CallPart(call, began, rows, tokens=int(mask.sum())), result)
 
 
 class CallWatch:
-    """Note when parts of calls are finished, on threads of its own; a context manager."""
+    """Record when parts of calls finish, on separate threads; a context manager."""
 
     def __init__(self):
         self._pools: dict[str, concurrent.futures.ThreadPoolExecutor] = {}
         self._ends: list[tuple[CallPart, Future]] = []
-        # of tasks: what each waits for, if it is here, and its end
+        # of tasks: the future each waits for, if it is here, and its end
         self._tasks: list[tuple[PipelineTask, Future | None, Future]] = []
         self._last: dict[str, Future] = {}  # ends of tasks by name
 
@@ -82,28 +82,28 @@ class CallWatch:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def follow(self, phase: PhaseParts, *, tasks: bool) -> None:
-        """Hear of the parts of a phase, and of each task of pipelines where that is asked for.
+        """Follow the parts of a phase, and each task of pipelines if requested.
 
-        To hear of tasks takes memory, as results are held until they are there.
+        Tasks cost memory, as results are held until they are ready.
         """
-        phase.heard = self.hear
-        phase.heard_task = self.hear_task if tasks else None
+        phase.record = self.record
+        phase.record_task = self.record_task if tasks else None
 
-    def hear(self, part: CallPart, result: jax.Array) -> None:
-        """Wait for a part; those of one call are finished in the order they were handed."""
+    def record(self, part: CallPart, result: jax.Array) -> None:
+        """Wait for a part; those of one call finish in the order of dispatch."""
         if end := self._wait(part.call, result):
             self._ends.append((part, end))
 
-    def hear_task(self, task: PipelineTask, result: jax.Array) -> None:
-        """Wait for a task of a pipeline; those of a slice are finished in the order of handing."""
+    def record_task(self, task: PipelineTask, result: jax.Array) -> None:
+        """Wait for a task of a pipeline; those of a slice finish in the order of dispatch."""
         if end := self._wait(f"slice {task.slice}", result):
             self._tasks.append((task, self._last.get(task.after), end))
             self._last[task.name] = end
 
     def _wait(self, line: str, result: jax.Array) -> Future | None:
-        """Wait for a result behind others of its line; of several processes its first owner does.
+        """Wait for a result after others of its lane; of several processes its first owner does.
 
-        The result is let go once it is there.
+        The result is freed once it is ready.
         """
         if owners_of(result.sharding)[0] != jax.process_index():
             return None
@@ -112,29 +112,29 @@ class CallWatch:
         return self._pools[line].submit(_end_of, result)
 
     def spans(self, lanes: Callable[[str], Sequence[int]]) -> list[Span]:
-        """Return what was done in the lanes of each call, once all is finished.
+        """Return the spans in the lanes of each call, once all is finished.
 
-        Tasks of pipelines, where they were told, stand in the lanes of their slices in place of the
-        calls' parts. A task begins when that which it waits for has ended, and the one before it.
+        Recorded tasks of pipelines replace the calls' parts in the lanes of their slices. A task
+        begins when the task it waits for and the previous one have ended.
         """
-        found = []
+        spans = []
         ends: dict[int, float] = {}
-        told = {task.call for task, *_ in self._tasks}
+        with_tasks = {task.call for task, *_ in self._tasks}
         for part, end in self._ends:
             kind = part.call.rpartition("_")[2]
             work = (part.began, end.result(), part.rows, part.call, part.tokens)
-            own = () if part.call in told else lanes(part.call)
-            found += [Span(lane, kind, *work) for lane in own]
+            own = () if part.call in with_tasks else lanes(part.call)
+            spans += [Span(lane, kind, *work) for lane in own]
         for task, ready, end in self._tasks:
             lane = lanes(task.call)[task.slice]
             began = max(task.began, ends.get(lane, 0.0), ready.result() if ready else 0.0)
             ends[lane] = max(began, end.result())
-            found.append(Span(lane, "training", began, ends[lane], 0, task.call, 0))
-        return found
+            spans.append(Span(lane, "training", began, ends[lane], 0, task.call, 0))
+        return spans
 
 
 def _end_of(result: jax.Array) -> float:
-    """Return when a result was there; one that failed is told where it is read."""
+    """Return when a result was ready; a failure is raised where the result is read."""
     with contextlib.suppress(Exception):
         jax.block_until_ready(result)
     return time.perf_counter()

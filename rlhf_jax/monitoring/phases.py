@@ -1,4 +1,4 @@
-"""Say where the seconds of a run went: by phase, and how many of them compiled programs."""
+"""Measure the seconds of a run by phase, and how many of them compiled programs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax.monitoring
 import jax.profiler
 
-# Programs by the names of their functions, for people to read; others by their own names.
+# Readable names of programs by their functions; others keep their own names.
 PROGRAMS = {
     "accumulate": "gradients",
     "admit": "admission of prompts",
@@ -28,7 +28,7 @@ COMPILATION = "/jax/core/compile/backend_compile_duration"  # jax's name; of the
 
 
 class PhaseSeconds(NamedTuple):
-    """Hold the seconds of one phase, and in how many of them a program or more was compiled."""
+    """Hold the seconds of one phase, and those in which any program was compiling."""
 
     phase: str
     seconds: float
@@ -36,7 +36,7 @@ class PhaseSeconds(NamedTuple):
 
 
 class PhaseClock:
-    """Sum the seconds of each phase of a run; a context manager, which hears of compilations."""
+    """Sum the seconds of each phase of a run; a context manager, which observes compilations."""
 
     def __init__(self, phase: str):
         self.phase = phase
@@ -44,21 +44,21 @@ class PhaseClock:
         self._annotation = jax.profiler.TraceAnnotation(phase)
         self._seconds: dict[str, float] = collections.defaultdict(float)
         self._compiling: dict[str, float] = collections.defaultdict(float)
-        self._programs: dict[int, str] = {}  # what compiles now, by thread
-        self._compiled: float = 0.0  # until when the seconds that compiled are counted
+        self._programs: dict[int, str] = {}  # programs compiling now, by thread
+        self._compiled: float = 0.0  # time up to which compiling seconds are counted
         # seconds in which the thread of the run compiled, or waited for others that did
         self.held_up: float = 0.0
         self._lock = threading.Lock()
 
     def __enter__(self) -> PhaseClock:
-        jax.monitoring.register_event_duration_secs_listener(self._hear)
-        jax.monitoring.register_scalar_listener(self._hear_begin)
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+        jax.monitoring.register_scalar_listener(self._on_begin)
         self._annotation.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        jax.monitoring.unregister_event_duration_listener(self._hear)
-        jax.monitoring.unregister_scalar_listener(self._hear_begin)
+        jax.monitoring.unregister_event_duration_listener(self._on_event)
+        jax.monitoring.unregister_scalar_listener(self._on_begin)
         self._annotation.__exit__(None, None, None)
 
     def enter(self, phase: str) -> None:
@@ -75,7 +75,7 @@ class PhaseClock:
         self._since = now
 
     def seconds(self) -> list[PhaseSeconds]:
-        """Return what each phase took until now, the longest first."""
+        """Return the seconds of each phase until now, the longest first."""
         self.enter(self.phase)
         phases = [
             PhaseSeconds(phase, seconds, self._compiling[phase])
@@ -84,25 +84,25 @@ class PhaseClock:
         return sorted(phases, key=lambda phase: -phase.seconds)
 
     def take_held_up(self) -> float:
-        """Return the seconds of `held_up` since this was last asked for."""
+        """Return the seconds of `held_up` since the last call."""
         held_up = self.held_up
         self.held_up = 0.0
         return held_up
 
     def program(self) -> str:
-        """Return the name of a program that compiles now, '' where none does."""
+        """Return the name of a program that compiles now; '' if none does."""
         return next(reversed(list(self._programs.values())), "")
 
-    def _hear_begin(self, event: str, value: float | int, **told: Any) -> None:
+    def _on_begin(self, event: str, value: float | int, **details: Any) -> None:
         if event == COMPILATION:
             with self._lock:
                 self._count_compiling(time.perf_counter())
-                # of jit(update) it is update; one that failed here never told its end
-                name = re.sub(r"^jit\((.*)\)$", r"\1", str(told.get("fun_name", "a program")))
+                # for jit(update) it is update; a failed compilation never reports its end
+                name = re.sub(r"^jit\((.*)\)$", r"\1", str(details.get("fun_name", "a program")))
                 plain = name.strip("_").replace("_", " ")
                 self._programs[threading.get_ident()] = PROGRAMS.get(name, plain)
 
-    def _hear(self, event: str, duration_secs: float, **told: Any) -> None:
+    def _on_event(self, event: str, duration_secs: float, **details: Any) -> None:
         if event == COMPILATION:
             with self._lock:
                 self._count_compiling(time.perf_counter())
@@ -111,7 +111,7 @@ class PhaseClock:
                     self.held_up += duration_secs
 
     def _count_compiling(self, now: float) -> None:
-        """Count the seconds since it was last called, where programs were compiled meanwhile."""
+        """Add the seconds since the last call if programs were compiling."""
         if self._programs:
             self._compiling[self.phase] += now - self._compiled
         self._compiled = now
@@ -121,7 +121,7 @@ class PhaseClock:
 def timed(
     phase: str, metrics: dict[str, float], observe: Callable[[str, None], None]
 ) -> Iterator[None]:
-    """Say that a phase begins, and add the seconds that it takes to `PHASE/seconds`."""
+    """Announce a phase, and add its seconds to `PHASE/seconds`."""
     observe(phase, None)
     start = time.perf_counter()
     yield

@@ -1,4 +1,4 @@
-"""Keep what spoiled a step, for who looks for the reason."""
+"""Keep the batch of a step that failed, for debugging."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf_jax.runtime.checkpoint.store import named_leaves
 
 
 def keep_batch(workdir: Path, step: int, batch: Any) -> str:
-    """Write the batch of a step, an array under each name, and say where it is."""
+    """Write the batch of a step, an array under each name; return a sentence with the file."""
     path = workdir / "post-mortem" / f"step-{step:06d}.npz"
     if distributed.leads():
         try:

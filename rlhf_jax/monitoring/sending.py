@@ -1,4 +1,4 @@
-"""Send each step of a run to its sinks once, behind the run and across its interruptions."""
+"""Send each step of a run to its sinks once, in the background and across interruptions."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rlhf_jax.monitoring.metrics import HELD_OUT, SAMPLES, spread
 from rlhf_jax.monitoring.sinks import SINKS, TrackedRun, record_name
 from rlhf_jax.runtime.files import write_atomically
 
-LAST_WAIT = 60.0  # seconds in which sinks may take what is left when the run ends
+LAST_WAIT = 60.0  # seconds for sinks to finish when the run ends
 
 
 @dataclasses.dataclass
 class Measured:
-    """Hold what is known of a step."""
+    """Hold the numbers and samples of a step."""
 
     numbers: dict[str, float] = dataclasses.field(default_factory=dict)  # by name
     samples: dict[str, list[Mapping[str, Any]]] = dataclasses.field(
@@ -30,7 +30,7 @@ class Measured:
 
 
 class Sender:
-    """Hold back what a run measures until its checkpoint is on disk, then send it to the sinks.
+    """Hold records back until their checkpoint is on disk, then send them to the sinks.
 
     So a step that is repeated after a kill is sent once; most trackers keep the first version of a
     step. The received steps are in WORKDIR/sinks, so a new or failed sink gets the missing ones.
@@ -44,7 +44,7 @@ class Sender:
         written: Iterable[Mapping[str, Any]],
         say: Callable[[str], None],
     ):
-        """Start a thread for each sink; `written` are the lines that the run's files have."""
+        """Start a thread for each sink; `written` are the lines of the run's files."""
         self._rows: dict[int, Measured] = {}  # by step
         for line in written:
             if "response" in line:
@@ -61,22 +61,22 @@ class Sender:
         samples: Sequence[Mapping[str, Any]] = (),
         held_out: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Take what was measured at a step, and its samples or those of an evaluation."""
-        own = {key: float(value) for key, value in numbers.items() if key != "step"}
+        """Add the numbers of a step, and its samples or those of an evaluation."""
+        metrics = {key: float(value) for key, value in numbers.items() if key != "step"}
         measured = self._rows.setdefault(step, Measured())
-        measured.numbers.update(own)
+        measured.numbers.update(metrics)
         measured.samples[SAMPLES] += samples
         measured.samples[HELD_OUT] += held_out
 
     def send(self, before: float) -> None:
-        """Send what was measured before a step to all sinks; returns at once."""
+        """Send the records before a step to all sinks; returns at once."""
         for step in sorted(step for step in self._rows if step < before):
             measured = self._rows.pop(step)
             for thread in filter(threading.Thread.is_alive, self._threads):
                 thread.rows.put((step, measured))
 
     def close(self) -> None:
-        """Let the sinks end, and wait for those that are not too slow."""
+        """End the sinks, and wait for those that are not too slow."""
         for thread in self._threads:
             thread.rows.put(None)
         deadline = time.monotonic() + LAST_WAIT
@@ -100,12 +100,12 @@ class _SinkThread(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Write what comes, in order."""
+        """Write records in order."""
         try:
             if self._record.exists():
-                found = json.loads(self._record.read_text())
-                self._run = dataclasses.replace(self._run, id=found["id"])
-                self._next = found["next"]
+                record = json.loads(self._record.read_text())
+                self._run = dataclasses.replace(self._run, id=record["id"])
+                self._next = record["next"]
             self._record.parent.mkdir(exist_ok=True)
             self._note()
             sink = SINKS[self._sink_name](self._run)
@@ -123,13 +123,13 @@ class _SinkThread(threading.Thread):
                     self._note()
             sink.close()
         except Exception as error:  # a tracker's code may raise anything
-            told = " ".join(str(error).split())
+            message = " ".join(str(error).split())
             self._say(
-                f"Sink {self._sink_name} failed ({type(error).__name__}: {told}) and hears no more"
-                f" of this run; start it again to send the rest, from step {self._next} on."
+                f"Sink {self._sink_name} failed ({type(error).__name__}: {message}) and gets no"
+                f" more of this run; start it again to send the rest, from step {self._next} on."
             )
 
     def _note(self) -> None:
-        """Write down which run this is of the sink's, and what it has received."""
+        """Record the sink's id of this run, and the steps it has received."""
         record = json.dumps({"id": self._run.id, "next": self._next})
         write_atomically(self._record, record.encode())

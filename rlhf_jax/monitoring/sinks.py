@@ -1,7 +1,7 @@
-"""Pass what a run measures on to trackers of experiments: W&B, MLflow, trackio, or one's own.
+"""Send the metrics of a run to experiment trackers: W&B, MLflow, trackio, or your own.
 
-Where a tracker writes, and under which project, is its own matter: it reads the environment
-variables that its documentation names, such as WANDB_MODE, MLFLOW_TRACKING_URI or TRACKIO_DIR.
+A tracker reads its destination and project from the environment variables in its documentation,
+such as WANDB_MODE, MLFLOW_TRACKING_URI or TRACKIO_DIR.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from rlhf_jax.monitoring.metrics import SAMPLE_COLUMNS
-from rlhf_jax.runtime.extensions import Table
+from rlhf_jax.runtime.extensions import Registry
 from rlhf_jax.runtime.foreign import SURROGATE
 
-PROJECT = "rlhf_jax"  # under which runs stand where the environment names no project
+PROJECT = "rlhf_jax"  # project of runs if the environment names none
 LONGEST_PARAMETER = 500  # characters of a config's value that MLflow keeps
 LONGEST_NAME = 250  # characters of a metric's name that MLflow keeps; bytes, of a file's name
 MOST_METRICS = 1000  # that a call of MLflow may hold
-# Which characters of a name each tracker refuses, or reads otherwise, as regular expressions: W&B
-# and trackio keep some names for themselves, and to MLflow a name is a path.
+# Characters of a name that each tracker refuses or interprets, as regular expressions: W&B and
+# trackio reserve some names, and for MLflow a name is a path.
 REFUSED_BY_WANDB = r"^_(?=(?:step|timestamp|runtime|wandb)\Z)"
 REFUSED_BY_TRACKIO = r"^(?:p(?=roject\Z)|r(?=un\Z)|t(?=ime(?:stamp)?\Z)|s(?=tep\Z)|m(?=etrics\Z)|_)"
 REFUSED_BY_MLFLOW = r"[^/\w.\- :]|(?:(?<=/)|^)/|/\Z|(?:(?<=/)|^)\.(?=\.?(?:/|\Z))|^\.(?=\.)"
-# Where MLflow keeps files a name is one, and so no folder of another, as eval/reward would be of
-# eval/reward/failed: only the last slash stays.
+# In MLflow's file store a name is a file and cannot also be a folder, as eval/reward would be for
+# eval/reward/failed: only the last slash is kept.
 REFUSED_BY_FILES = rf"{REFUSED_BY_MLFLOW}|/(?=[\s\S]*/)"
-# An underscore that would else read as the beginning of an escape.
+# An underscore that would otherwise begin an escape.
 AMBIGUOUS = "_(?=x[0-9A-F]{4})"
 
 
 def escaped(name: str, refused: str, longest: int | None = None) -> str:
-    r"""Return a name in which each character that a regular expression matches is _xHHHH_.
+    """Return a name in which each character that a regular expression matches is _xHHHH_.
 
-    H are the digits of its code point, four or eight, as .NET's `XmlConvert.EncodeName` has them;
-    `_x([0-9A-F]{4}|[0-9A-F]{8})_` finds them again. A name of more than `longest` bytes is cut, and
+    H are the digits of its code point, four or eight, as in .NET's `XmlConvert.EncodeName`;
+    `_x([0-9A-F]{4}|[0-9A-F]{8})_` matches them. A name of more than `longest` bytes is cut, and
     ends in a digest of the whole.
     """
 
-    def code(found: re.Match[str]) -> str:
-        point = ord(found[0])
+    def code(match: re.Match[str]) -> str:
+        point = ord(match[0])
         return f"_x{point:04X}_" if point < 1 << 16 else f"_x{point:08X}_"
 
     fitting = re.sub(f"{AMBIGUOUS}|{SURROGATE.pattern}|{refused}", code, name)
@@ -60,27 +60,27 @@ def escaped(name: str, refused: str, longest: int | None = None) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class TrackedRun:
-    """Say to a sink which run it hears of."""
+    """Describe a run to a sink."""
 
-    id: str  # the same when the run goes on in another process
+    id: str  # unchanged if the run is resumed in another process
     workdir: pathlib.Path
     config: dict[str, Any]  # values by dotted key
 
     @property
     def name(self) -> str:
-        """Name the run, for people to read."""
+        """Return the display name of the run."""
         return self.workdir.name
 
 
 class Sink(Protocol):
     """Receive the numbers of a run's steps, each step once and in order.
 
-    A sink is made by calling its class with a `TrackedRun`, on a thread of its own. One that raises
-    is named once and hears no more until the run is started again; it never ends the run. One that
-    writes behind, and so may lose steps where the process is killed, has a method `last_step`: at
-    the beginning it returns the last step that was kept, -1 for none and None where that cannot be
-    known. One that shows texts has a method `write_samples(step, name, samples)`: before `write` it
-    is given some samples of the step, rows with the fields of samples.jsonl, under a name.
+    A sink is made by calling its class with a `TrackedRun`, on a thread of its own. A sink that
+    raises is reported once and gets nothing more until the run is started again; it never ends the
+    run. One that buffers, and so may lose steps if the process is killed, has a method `last_step`:
+    at the beginning it returns the last step that was kept, -1 for none and None if unknown. One
+    that shows texts has a method `write_samples(step, name, samples)`: before `write` it gets some
+    samples of the step, rows with the fields of samples.jsonl, under a name.
     """
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -88,7 +88,7 @@ class Sink(Protocol):
         ...
 
     def close(self) -> None:
-        """End the run, or what this process does of it."""
+        """End the run, or this process's part of it."""
         ...
 
 
@@ -108,7 +108,7 @@ class Wandb:
     def write_samples(self, step: int, name: str, samples: Sequence[Mapping[str, Any]]) -> None:
         """Log samples as a table, with the step that is written next."""
         rows = [[sample.get(column) for column in SAMPLE_COLUMNS] for sample in samples]
-        table = importlib.import_module("wandb").Table(columns=[*SAMPLE_COLUMNS], data=rows)
+        table = importlib.import_module("wandb").Registry(columns=[*SAMPLE_COLUMNS], data=rows)
         self._run.log({name: table}, step=step, commit=False)
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -117,11 +117,11 @@ class Wandb:
         self._run.log(named, step=step, commit=True)
 
     def last_step(self) -> int:
-        """Return the last step that the server has; offline a run is written anew, beside it."""
+        """Return the last step on the server; an offline run is written again, as another run."""
         return self._run.step - 1
 
     def close(self) -> None:
-        """Upload the rest, or write it where W&B is offline."""
+        """Upload the rest, or write it if W&B is offline."""
         self._run.finish()
 
 
@@ -136,10 +136,10 @@ class Mlflow:
         in_files = urllib.parse.urlsplit(mlflow.get_tracking_uri()).scheme in ("", "file")
         self._refused = REFUSED_BY_FILES if in_files else REFUSED_BY_MLFLOW
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        found = self._client.get_experiment_by_name(name)
-        experiment = found.experiment_id if found else self._client.create_experiment(name)
-        if own := self._client.search_runs([experiment], f"tags.`rlhf_jax.run` = '{run.id}'"):
-            self._id = own[0].info.run_id
+        known = self._client.get_experiment_by_name(name)
+        experiment = known.experiment_id if known else self._client.create_experiment(name)
+        if earlier := self._client.search_runs([experiment], f"tags.`rlhf_jax.run` = '{run.id}'"):
+            self._id = earlier[0].info.run_id
             self._client.update_run(self._id, "RUNNING")
             return
         made = self._client.create_run(experiment, tags={"rlhf_jax.run": run.id}, run_name=run.name)
@@ -171,9 +171,9 @@ class Trackio:
         trackio = importlib.import_module("trackio")
         project = os.environ.get("TRACKIO_PROJECT", PROJECT)
         name = f"{run.name}-{run.id}"
-        found = trackio.SQLiteStorage.get_max_step_for_run(project, name)
-        nothing = None if os.environ.get("TRACKIO_SPACE_ID") else -1  # a Space cannot be asked
-        self._last = nothing if found is None else found
+        last = trackio.SQLiteStorage.get_max_step_for_run(project, name)
+        nothing = None if os.environ.get("TRACKIO_SPACE_ID") else -1  # a Space cannot be queried
+        self._last = nothing if last is None else last
         self._run = trackio.init(project=project, name=name, config=run.config, resume="allow")
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -182,32 +182,35 @@ class Trackio:
         self._run.log(named, step=step)
 
     def last_step(self) -> int | None:
-        """Return the last step that was in the database at the beginning."""
+        """Return the last step in the database at the beginning."""
         return self._last
 
     def close(self) -> None:
-        """Write what is still on its way."""
+        """Write pending records."""
         self._run.finish()
 
 
-def _no_sink(found: object) -> str:
-    """Say why an object of a file is none."""
-    lacking = [name for name in ("write", "close") if not hasattr(found, name)]
-    return f"is no sink: it has no {lacking[0]}" if lacking else ""
+def _no_sink(candidate: object) -> str:
+    """Return why an object is not a sink, or ''."""
+    missing = [name for name in ("write", "close") if not hasattr(candidate, name)]
+    return f"is no sink: it has no {missing[0]}" if missing else ""
 
 
-SINKS: Table[Callable[[TrackedRun], Sink]] = Table(
+SINKS: Registry[Callable[[TrackedRun], Sink]] = Registry(
     "sinks", _no_sink, {"wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio}
 )
 
 
 def record_name(name: str) -> str:
-    """Return what the record of a sink is called: its name, of FILE.py:NAME the NAME."""
+    """Return the name of a sink's record: its name, for FILE.py:NAME the NAME."""
     return name.rpartition(":")[2]
 
 
 def require(names: Sequence[str]) -> None:
-    """Raise ValueError, in one sentence, for a sink that is none, has no package or no own name."""
+    """Raise ValueError for an invalid sink, a missing package, or a duplicate name.
+
+    The message is one sentence.
+    """
     for name in names:
         SINKS.require(name)
         if SINKS[name].__module__ == __name__ and importlib.util.find_spec(name) is None:

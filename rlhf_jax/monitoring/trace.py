@@ -1,4 +1,4 @@
-"""Record what each slice did in a stage and when, and write it as a trace that Perfetto opens."""
+"""Record the work of each slice in a stage, and write it as a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 from rlhf_jax.runtime import messages
 from rlhf_jax.runtime.files import write_atomically, writing
 
-KEPT_TRACES = 10  # the latest of a run
-# Perfetto takes process 0 and thread 0 for the idle task of a kernel, and a thread of its process's
-# number for the main one. It writes the numbers behind the names, as in "slice 0 1000".
+KEPT_TRACES = 10  # number of traces kept of a run, the latest ones
+# Perfetto uses process 0 and thread 0 for the idle task of a kernel, and a thread with its
+# process's number for the main one. It appends the numbers to the names, as in "slice 0 1000".
 PROCESS = 1
 FIRST_THREAD = 1000
 
@@ -24,11 +24,11 @@ FIRST_THREAD = 1000
 class Span:
     """Hold a piece of work in a lane, a slice's or other devices'; times are of one clock."""
 
-    slice: int  # or another lane, behind those of slices
+    slice: int  # or another lane, after those of slices
     kind: str  # "generate", "exchange", "inference" or "training"
     began: float  # when it was dispatched
     ended: float  # when the host knew that it was over
-    rows: int  # live rows of a round, or samples that came by an exchange or were read
+    rows: int  # live rows of a round, or samples that were transferred or read
     label: str  # the strategy of a round, or the call by its name in a plan
     amount: int  # tokens, or bytes of an exchange
 
@@ -42,45 +42,44 @@ def since(spans: Iterable[Span], start: float) -> list[Span]:
 
 
 def apart(spans: Iterable[Span]) -> list[Span]:
-    """Return the spans with the time that was their own, by when they began.
+    """Return the spans without overlaps, sorted by their beginning.
 
-    A slice does one thing after the other, and the next is dispatched while one still runs: what is
-    dispatched waits for the end of what was dispatched before it. Rounds of no live row are left
-    out.
+    A slice does one thing at a time, and the next is dispatched while one still runs: a span begins
+    at the end of the one dispatched before it. Rounds without live rows are left out.
     """
     ends: dict[int, float] = {}
-    found = []
+    spans_apart = []
     for span in sorted(spans, key=lambda span: span.began):
         began = max(span.began, ends.get(span.slice, span.began))
         ends[span.slice] = ended = max(began, span.ended)
         if span.rows or span.kind != "generate":
-            found.append(dataclasses.replace(span, began=began, ended=ended))
-    return sorted(found, key=lambda span: span.began)
+            spans_apart.append(dataclasses.replace(span, began=began, ended=ended))
+    return sorted(spans_apart, key=lambda span: span.began)
 
 
 def idle_share(spans: Iterable[Span], slices: int) -> float:
-    """Return the share of the slices' time in which they did nothing; 0 of no time.
+    """Return the share of the slices' time in which they were idle; 0 if there is no time.
 
-    Time counts from the first begin to the last end.
+    Time counts from the first beginning to the last end.
     """
-    own = apart(spans)
-    if not own:
+    separate = apart(spans)
+    if not separate:
         return 0.0
-    whole = slices * (max(span.ended for span in own) - own[0].began)
-    return 1.0 - sum(span.ended - span.began for span in own) / whole if whole else 0.0
+    whole = slices * (max(span.ended for span in separate) - separate[0].began)
+    return 1.0 - sum(span.ended - span.began for span in separate) / whole if whole else 0.0
 
 
 def chrome_trace(spans: Iterable[Span], lanes: Sequence[str]) -> dict[str, Any]:
     """Return the spans in Chrome's trace event format.
 
-    A lane is a thread of its name, and times are whole microseconds from the first begin, so that
-    neighbours touch and never overlap. A counter says how many rows are live over all slices.
+    A lane is a thread of its name, and times are whole microseconds from the first beginning, so
+    that neighbours touch and never overlap. A counter has the live rows of all slices.
     """
-    own = apart(spans)
-    own = since(own, own[0].began) if own else []
+    separate = apart(spans)
+    separate = since(separate, separate[0].began) if separate else []
     events = []
     changes: dict[int, int] = collections.defaultdict(int)  # of the live rows, by time
-    for span in own:
+    for span in separate:
         counted = ("samples", "bytes") if span.kind == "exchange" else ("rows", "tokens")
         began = round(1e6 * span.began)
         ended = round(1e6 * span.ended)
@@ -111,10 +110,10 @@ def chrome_trace(spans: Iterable[Span], lanes: Sequence[str]) -> dict[str, Any]:
 def write(
     workdir: str | pathlib.Path, step: int, spans: Iterable[Span], lanes: Sequence[str]
 ) -> pathlib.Path:
-    """Write WORKDIR/timeline/step-000012.json, whole or not at all, and return its path.
+    """Write WORKDIR/timeline/step-000012.json, completely or not at all, and return its path.
 
-    The latest KEPT_TRACES are kept; those of later steps are of a run that was interrupted. An
-    error is one OSError that names the file.
+    The latest KEPT_TRACES are kept; those of later steps are of an interrupted run. An error is one
+    OSError that names the file.
     """
     path = pathlib.Path(workdir) / "timeline" / f"step-{step:06d}.json"
     text = json.dumps(chrome_trace(spans, lanes), separators=(",", ":"), ensure_ascii=False)

@@ -1,7 +1,7 @@
-"""Schedule tasks one by one: each node takes the most urgent of those that it could do next.
+"""Schedule tasks one by one: each node takes the most urgent task that it could do next.
 
-Always that node is next which could end a task first (Giffler and Thompson, 1960). So all is known
-that it could begin before then, and none of what comes later is worth waiting for.
+The next node is always the one that could end a task first (Giffler and Thompson, 1960). So all
+tasks that it could begin before then are known, and no later task is worth waiting for.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from rlhf_jax.pipeline.queues import Queue, Times
 
 
 class Rule(NamedTuple):
-    """Say how nodes choose among tasks, beside how urgent these are."""
+    """Hold the rule by which nodes choose among tasks, besides urgency."""
 
-    # Which tasks a node may choose: those that could begin by this share of the time from when one
+    # Tasks that a node may choose: those that could begin by this share of the time from when one
     # could first begin to when one could first end. With 0 no node waits while there is a task.
     patience: float
     favoured: int  # the pipe for which other pipes leave memory, the next ones in rotation after it
@@ -36,7 +36,7 @@ class _Choice(NamedTuple):
 
 @dataclasses.dataclass
 class _Pass:
-    """Hold a schedule in the making."""
+    """Hold a schedule under construction."""
 
     queues: list[Queue]
     urgency: Times
@@ -46,15 +46,15 @@ class _Pass:
     yields_to: list[list[int]]  # [queues] forwards for which a forward leaves memory on its node
     starts: Times  # of the tasks that are scheduled
     arrived: Times  # times from which further tasks may begin, as far as known
-    free: list[float]  # [nodes] time from which each is
+    free: list[float]  # [nodes] time from which each is idle
     level: list[float]  # [nodes] memory kept then
     held: list[int]  # [queues] of a queue of forwards: micro-batches kept then
 
     def fits(self, place: int) -> bool:
-        """Tell whether the next task of a queue finds memory.
+        """Return whether there is memory for the next task of a queue.
 
         A pipe must leave room for a first micro-batch of each pipe before it. So the favoured pipe
-        never waits for another, nor the second but for the first: they cannot block each other.
+        never waits for another, nor the second except for the first: they cannot block each other.
         """
         queue = self.queues[place]
         if queue.kind != FORWARD or math.isinf(self.limit):
@@ -67,15 +67,15 @@ class _Pass:
         return self.level[queue.node] + queue.kept + promised <= self.limit
 
     def choices(self, node: int) -> list[_Choice]:
-        """Return what a node could do next, as far as known."""
-        found = []
+        """Return the possible next tasks of a node, as far as known."""
+        choices = []
         for place in self.here[node]:
             done = len(self.starts[place])
             if done < len(self.arrived[place]) and self.fits(place):
                 begins = max(self.free[node], self.arrived[place][done])
                 ends = begins + self.queues[place].seconds
-                found.append(_Choice(self.urgency[place][done], place, begins, ends))
-        return found
+                choices.append(_Choice(self.urgency[place][done], place, begins, ends))
+        return choices
 
     def choose(self, choices: list[_Choice]) -> _Choice:
         """Return the most urgent choice that is worth waiting for."""
@@ -104,7 +104,7 @@ class _Pass:
 
 
 def list_schedule(queues: list[Queue], urgency: Times, rule: Rule, limit: float | None) -> Times:
-    """Return the starts of all tasks; urgency: of each task, the larger the sooner it is taken."""
+    """Return the starts of all tasks; urgency: by task, larger ones are taken sooner."""
     state = _begin_pass(queues, urgency, rule, math.inf if limit is None else limit)
     nodes = range(len(state.here))
     choices: list[list[_Choice]] = [[] for _ in nodes]

@@ -1,4 +1,4 @@
-"""Say which pipelines train at once, on which nodes, and what their micro-batches take.
+"""Describe concurrent training pipelines: their nodes, and the costs of their micro-batches.
 
 The policy and the critic are two pipes that run over the same nodes in opposite directions, so that
 each works in the bubbles of the other (RLHFuse, arXiv 2409.13221, section 5). A pipe may have
@@ -14,14 +14,14 @@ import math
 
 FORWARD = 0  # kinds of a task; a backward in two halves would be a third
 BACKWARD = 1
-RELATIVE_ERROR = 1e-9  # of sums of times or of memory, at most
+RELATIVE_ERROR = 1e-9  # largest rounding error of sums of times or of memory
 
 
 @dataclasses.dataclass(frozen=True)
 class Pipe:
     """Describe one model that is cut into stages, and all copies of it."""
 
-    nodes: tuple[tuple[int, ...], ...]  # [copies, stages] where each stage is
+    nodes: tuple[tuple[int, ...], ...]  # [copies, stages] node of each
     micro_batches: int  # of each copy
     forward: tuple[float, ...]  # [stages] time of one micro-batch
     backward: tuple[float, ...]  # [stages]
@@ -39,7 +39,7 @@ class PipelineProblem:
     """Hold the pipes that share some nodes; raise ValueError if they cannot run."""
 
     pipes: tuple[Pipe, ...]
-    limit: float | None = None  # memory of each node for what is kept; None does not limit it
+    limit: float | None = None  # memory of each node for activations; None: unlimited
 
     def __post_init__(self) -> None:
         if not self.pipes:
@@ -74,7 +74,7 @@ def lay_copies(nodes: int, stages: int, *, opposed: bool) -> tuple[tuple[int, ..
 
 
 def _check_shape(index: int, pipe: Pipe) -> None:
-    """Raise ValueError if a pipe's fields do not fit each other."""
+    """Raise ValueError if a pipe's fields are inconsistent."""
     lengths = {len(pipe.backward), len(pipe.kept), *map(len, pipe.nodes)}
     if not pipe.stages or not pipe.nodes or lengths != {pipe.stages}:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Order tasks in queues: every copy's micro-batches pass each stage first in, first out.
 
-A queue holds the tasks of one kind of one stage of one copy, one for each micro-batch. Queues of a
-copy are a chain: forwards of its stages in order, then backwards in the opposite order.
+A queue holds the tasks of one kind of one stage of one copy, one per micro-batch. Queues of a copy
+are a chain: forwards of its stages in order, then backwards in the opposite order.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def queues_of(problem: PipelineProblem) -> list[Queue]:
 
 
 def _chain(index: int, pipe: Pipe, copy: int, first: int) -> list[Queue]:
-    """Return the queues of one copy; first: the place of its first one among all queues."""
+    """Return the queues of one copy; first: the index of its first one among all queues."""
     stages = range(pipe.stages)
     chain = [(FORWARD, stage) for stage in stages] + [(BACKWARD, stage) for stage in stages[::-1]]
     last = first + len(chain) - 1
@@ -65,7 +65,7 @@ def _chain(index: int, pipe: Pipe, copy: int, first: int) -> list[Queue]:
 
 
 def turn_problem(problem: PipelineProblem) -> PipelineProblem:
-    """Return the problem that a schedule solves when it is turned round in time.
+    """Return the problem reversed in time.
 
     Backwards become forwards, and the memory of a micro-batch is kept for just as long.
     """
@@ -77,7 +77,7 @@ def turn_problem(problem: PipelineProblem) -> PipelineProblem:
 
 
 def turn_times(queues: list[Queue], starts: Times) -> Times:
-    """Return how long before the end tasks begin, of starts in the turned problem.
+    """Return how long before the end tasks begin, for starts in the reversed problem.
 
     A queue's tasks are there those of its partner, the last micro-batch first, and take as long.
     """
@@ -100,10 +100,11 @@ def tails_of(queues: list[Queue]) -> Times:
 
 
 def bound(problem: PipelineProblem) -> float:
-    """Return a time that no schedule is shorter than, with or without a limit of memory.
+    """Return a lower bound of the makespan, with or without a memory limit.
 
     Some tasks of a node take at least the least time before any of them, their own times, and the
-    least time after any of them (Carlier, 1982); the largest such sum over all nodes and sets.
+    least time after any of them (Carlier, 1982); the bound is the largest such sum over nodes and
+    sets.
     """
     queues = queues_of(problem)
     tails = tails_of(queues)
@@ -120,7 +121,7 @@ def bound(problem: PipelineProblem) -> float:
 
 
 def _bound_of_node(before: np.ndarray, seconds: np.ndarray, after: np.ndarray) -> float:
-    """Return the largest sum over the sets of tasks [n] of a node that matter.
+    """Return the largest sum over the relevant sets of tasks [n] of a node.
 
     Those are, for each pair of times, the tasks with no less before and no less after them.
     """

@@ -1,4 +1,4 @@
-"""Hold a schedule as a table of tasks, and make those that pipes have when each runs alone."""
+"""Hold a schedule as a table of tasks, and make the schedules in which each pipe runs alone."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ TASK = np.dtype(
     ]
 )
 
-# Of (pipe, queue, micro-batch): a time of a schedule of tasks that take one unit each.
+# From (pipe, queue, micro-batch) to a time in a schedule of unit tasks.
 Slot = Callable[[Pipe, Queue, int], int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Hold when each task of a problem runs."""
+    """Hold the time of each task of a problem."""
 
     tasks: np.ndarray  # [n] of dtype TASK, by start and node
     makespan: float
-    bound: float  # that no schedule is shorter than
+    bound: float  # lower bound of the makespan
     peak: np.ndarray  # [nodes] most memory kept at any time
 
 
@@ -61,9 +61,9 @@ def starts_of(problem: PipelineProblem, schedule: Schedule) -> Times:
 
 
 def measure_peak(problem: PipelineProblem, tasks: np.ndarray) -> np.ndarray:
-    """Return the most memory [nodes] that is kept at any time, of tasks [n] by start.
+    """Return the most memory [nodes] kept at any time, of tasks [n] by start.
 
-    A node does one task at a time, so what it keeps follows from the order of its tasks.
+    A node does one task at a time, so its memory follows from the order of its tasks.
     """
     kept = np.array([problem.pipes[row["pipe"]].kept[row["stage"]] for row in tasks])
     change = np.where(tasks["kind"] == FORWARD, kept, -kept)
@@ -74,9 +74,9 @@ def measure_peak(problem: PipelineProblem, tasks: np.ndarray) -> np.ndarray:
 
 
 def earliest_starts(queues: list[Queue], order: Times) -> Times:
-    """Return the earliest starts with which every node does its tasks in this order.
+    """Return the earliest starts for a given order of tasks on every node.
 
-    order: numbers that ascend along what a node does, and along a micro-batch's way.
+    order: numbers that ascend along a node's tasks, and along a micro-batch's path.
     """
     every = [
         (when, place, index) for place, own in enumerate(order) for index, when in enumerate(own)
@@ -110,7 +110,7 @@ def one_f_one_b(problem: PipelineProblem) -> Schedule:
 
 
 def one_after_the_other(problem: PipelineProblem, slot: Slot) -> Schedule:
-    """Return the schedule in which each pipe begins when the one before has ended.
+    """Return the schedule in which each pipe begins when the previous one has ended.
 
     slot: the turn of a queue's task of a pipe, by its number. It ignores the limit.
     """

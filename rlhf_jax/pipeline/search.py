@@ -1,8 +1,8 @@
-"""Search a short schedule: list scheduling, turned round in time and shaken.
+"""Search for a short schedule: list scheduling, reversed in time and perturbed.
 
-The first passes take as urgent what has the longest way to the end. Then a schedule is turned round
-in time and scheduled again, with the urgency of its own order and some noise, forward and backward
-(Li and Willis, 1992). A schedule that is a little longer may be the next one to be turned.
+In the first passes the tasks with the longest path to the end are the most urgent. Then a schedule
+is reversed in time and scheduled again, with the urgency of its own order and some noise, forward
+and backward (Li and Willis, 1992). A slightly longer schedule may be the next one to be reversed.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from rlhf_jax.pipeline.schedule import (
 )
 
 PATIENCE_TRIED = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the rules of a search
-NEW_RULE = 0.3  # chance that a try has another rule
-NEW_BLEND = 0.3  # chance that it blends the order of the schedule with the way to the end
-SHAKEN = 4  # queues whose urgency a try changes, at most
+NEW_RULE = 0.3  # chance that a try uses another rule
+NEW_BLEND = 0.3  # chance that it blends the order of the schedule with the path to the end
+SHAKEN = 4  # most queues whose urgency a try changes
 SHAKEN_IN_PART = 0.5  # chance that it changes some micro-batches of a queue, and not all
-NOISE = 8.0  # deviation of the strongest change of urgency, over the longest task
-WORSE = 0.04  # by which a schedule may be longer than the one before, over the bound, at most
+NOISE = 8.0  # deviation of the largest change of urgency, over the longest task
+WORSE = 0.04  # most by which a schedule may be longer than the previous one, over the bound
 
 
 class _Found(NamedTuple):
     """Hold a schedule of one of the sides."""
 
     makespan: float
-    side: int  # 0: the problem as it is, 1: turned round in time
+    side: int  # 0: the original problem, 1: reversed in time
     rule: Rule
     starts: Times
 
 
 class _Search(NamedTuple):
-    """Hold what a search knows from the beginning."""
+    """Hold the constants of a search."""
 
-    # the queues of the problem as it is and turned round in time, and of each the tasks' tails
+    # the queues of the problem, original and reversed in time, and of each the tasks' tails
     sides: tuple[tuple[list[Queue], Times], ...]
     limit: float | None
     rules: list[Rule]
@@ -65,16 +65,16 @@ class _Search(NamedTuple):
         makespan = max(own[-1] + queue.seconds for queue, own in zip(queues, starts, strict=True))
         return _Found(makespan, side, rule, starts)
 
-    def is_short_enough(self, found: _Found) -> bool:
-        """Tell whether a schedule is so near the bound that the search may end."""
-        return found.makespan <= self.bound * (1 + self.within)
+    def is_short_enough(self, schedule: _Found) -> bool:
+        """Return whether a schedule is near enough to the bound to end the search."""
+        return schedule.makespan <= self.bound * (1 + self.within)
 
-    def starts(self, found: _Found) -> Times:
-        """Return starts in the problem as it is, each as early as the order of tasks allows."""
+    def starts(self, schedule: _Found) -> Times:
+        """Return starts in the original problem, each as early as the order of tasks allows."""
         queues, _ = self.sides[0]
-        order = found.starts
-        if found.side:
-            order = [[-time for time in own] for own in turn_times(queues, found.starts)]
+        order = schedule.starts
+        if schedule.side:
+            order = [[-time for time in own] for own in turn_times(queues, schedule.starts)]
         return earliest_starts(queues, order)
 
 
@@ -83,8 +83,8 @@ def solve(
 ) -> Schedule:
     """Return the shortest schedule found, the same for the same tries, seed and `within`.
 
-    It is never longer than 1F1B of one pipe after the other where that fits the limit. tries:
-    passes after the first ones, at most. within: share of the bound above which a search goes on.
+    It is never longer than 1F1B of one pipe after the other if that fits the limit. tries: most
+    passes after the first ones. within: share of the bound above which a search goes on.
     """
     search = _begin_search(problem, within)
     draws = random.Random(seed)  # noqa: S311
@@ -93,16 +93,16 @@ def solve(
     for _ in range(tries):
         if search.is_short_enough(best):
             break
-        found = _turn_and_shake(search, current, draws)
-        best = min(best, found, key=lambda one: one.makespan)
+        candidate = _turn_and_shake(search, current, draws)
+        best = min(best, candidate, key=lambda one: one.makespan)
         worse = WORSE * search.bound * draws.random() ** 4
-        if found.makespan <= current.makespan + worse:
-            current = found
+        if candidate.makespan <= current.makespan + worse:
+            current = candidate
     return make_schedule(problem, search.starts(best))
 
 
 def _begin_search(problem: PipelineProblem, within: float) -> _Search:
-    """Return a search of a problem, which favours each pipe in turn where there is a limit."""
+    """Return a search of a problem, which favours each pipe in turn if there is a limit."""
     both = [queues_of(one) for one in (problem, turn_problem(problem))]
     favoured = range(1 if problem.limit is None else len(problem.pipes))
     return _Search(
@@ -118,18 +118,18 @@ def _begin_search(problem: PipelineProblem, within: float) -> _Search:
 def _first_passes(problem: PipelineProblem, search: _Search) -> _Found:
     """Return the shortest schedule of both sides and all rules, the first that is short enough.
 
-    Where 1F1B of one pipe after the other fits the limit, none that is longer.
+    It is at most as long as 1F1B of one pipe after the other if that fits the limit.
     """
-    found = []
+    schedules = []
     serial = one_f_one_b(problem)
     if search.limit is None or serial.peak.max() <= search.limit * (1 + RELATIVE_ERROR):
-        found.append(_Found(serial.makespan, 0, search.rules[0], starts_of(problem, serial)))
+        schedules.append(_Found(serial.makespan, 0, search.rules[0], starts_of(problem, serial)))
     for side, (_, tails) in enumerate(search.sides):
         for rule in search.rules:
-            found.append(search.schedule(side, tails, rule))
-            if search.is_short_enough(found[-1]):
-                return found[-1]
-    return min(found, key=lambda one: one.makespan)
+            schedules.append(search.schedule(side, tails, rule))
+            if search.is_short_enough(schedules[-1]):
+                return schedules[-1]
+    return min(schedules, key=lambda one: one.makespan)
 
 
 def _turn_and_shake(search: _Search, current: _Found, draws: random.Random) -> _Found:

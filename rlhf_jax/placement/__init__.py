@@ -1,1 +1,1 @@
-"""Place calls: which devices and shardings each call of an iteration has."""
+"""Place calls: the devices and shardings of each call of an iteration."""

@@ -1,8 +1,8 @@
 """Cut the devices of two meshes into one grid of small axes, and weights into digits over it.
 
 Devices are numbered in the order of their mesh. An axis of the grid is a digit of that number. A
-dimension that is split has digits, too: the first says in which of the largest parts an entry lies.
-A split gives each digit an axis of the grid, or none, where every device has all its values.
+split dimension has digits, too: the first is the index of the largest part that contains an entry.
+A split assigns each digit an axis of the grid, or none if every device has all its values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Grid(NamedTuple):
 def common_grid(
     source: tuple[int, ...], target: tuple[int, ...], order: tuple[int, ...]
 ) -> Grid | None:
-    """Return the grid of two meshes, of prime sizes; None where they have none.
+    """Return the common grid of two meshes, of prime sizes; None if there is none.
 
     source, target: their sizes. order: the number in the source of each device of the target.
     """
@@ -42,38 +42,38 @@ def common_grid(
     ordered = sorted(strides, reverse=True)
     if any(large % small for large, small in itertools.pairwise(ordered)):
         strides = set(_strides(target))
-    found = _primes(strides)
-    sizes = [size for _, size in found]
-    starts = [order[stride] for stride, _ in found]
-    ranks = sorted(range(len(found)), key=lambda place: -starts[place])
+    primes = _primes(strides)
+    sizes = [size for _, size in primes]
+    starts = [order[stride] for stride, _ in primes]
+    ranks = sorted(range(len(primes)), key=lambda place: -starts[place])
     numbers = np.reshape(order, sizes).transpose(ranks).ravel()
     own = _strides([sizes[rank] for rank in ranks])[1:]
     if not np.array_equal(numbers, np.arange(count)) or not set(_strides(source)) <= {count, *own}:
         return None
     of_source = _small_axes(source, dict(zip(own, range(len(own)), strict=True)))
-    place = {found[rank][0]: axis for axis, rank in enumerate(ranks)}
+    place = {primes[rank][0]: axis for axis, rank in enumerate(ranks)}
     return Grid(tuple(sizes[rank] for rank in ranks), of_source, _small_axes(target, place))
 
 
 def over_grid(split: Split, axes: Split) -> Split:
-    """Return a split over a mesh as one over a grid; axes: the small ones of each of the mesh."""
+    """Convert a split over a mesh to one over a grid; axes: the small ones of each of the mesh."""
     return tuple(tuple(small for one in own for small in axes[one]) for own in split)
 
 
 def digits_of(splits: Sequence[Split], sizes: Sequence[int]) -> Split | None:
-    """Return the sizes of each dimension's digits under some splits; None where they differ."""
-    found = []
+    """Return the sizes of each dimension's digits under some splits; None if they differ."""
+    digits = []
     for dimension in zip(*splits, strict=True):
         radices = [tuple(sizes[axis] for axis in axes) for axes in dimension]
         longest = max(radices, key=len)
         if any(one != longest[: len(one)] for one in radices):
             return None
-        found.append(longest)
-    return tuple(found)
+        digits.append(longest)
+    return tuple(digits)
 
 
 def axis_of_digits(split: Split, digits: Split) -> tuple[int | None, ...]:
-    """Return the axis of the grid that each digit, of all dimensions in turn, is given to."""
+    """Return the axis of the grid of each digit, of all dimensions in turn."""
     pairs = zip(split, digits, strict=True)
     filled = [(*axes, *(None,) * (len(sizes) - len(axes))) for axes, sizes in pairs]
     return tuple(itertools.chain.from_iterable(filled))
@@ -89,54 +89,54 @@ def spread(
 ) -> Split:
     """Return a split with more of `axes` of the grid, whose digits agree with those of `wanted`.
 
-    An axis that splits nothing splits what it does in a wanted split, or else the longest
-    dimension; where none can be split so, it still splits nothing.
-    parts: how many of each dimension are there already; few of them are to be cut, above all.
+    An unused axis splits the same dimension as in a wanted split, or else the longest dimension; if
+    none can be split so, it stays unused. parts: the current number of parts by dimension; cutting
+    few of them has priority.
     """
-    found = [list(own) for own in split]
+    result = [list(own) for own in split]
     left = set(axes) - set(itertools.chain.from_iterable(split))
     # An axis that divides no number of parts cuts them all: it is the last digit.
     for axis in sorted(left, key=lambda axis: (all(one % sizes[axis] for one in parts), axis)):
         ranks = {}
-        for place, own in enumerate(found):
+        for place, own in enumerate(result):
             count = math.prod(sizes[one] for one in (*own, axis))
             there = [other[place][len(own)] for other in wanted if len(own) < len(other[place])]
             if shape[place] % count == 0 and all(sizes[one] == sizes[axis] for one in there):
                 keeps = bool(parts) and parts[place] % count == 0
                 ranks[place] = (keeps, axis in there, shape[place] // count)
         if ranks:
-            found[max(ranks, key=ranks.__getitem__)].append(axis)
-    return tuple(map(tuple, found))
+            result[max(ranks, key=ranks.__getitem__)].append(axis)
+    return tuple(map(tuple, result))
 
 
 def agreed_part(split: Split, wanted: Split, sizes: Sequence[int], axes: Sequence[int]) -> Split:
     """Return the first digits of a split's dimensions that agree with `wanted` and use `axes`."""
-    found = []
+    agreed = []
     for own, other in zip(split, wanted, strict=True):
         pairs = itertools.zip_longest(own, other[: len(own)])
         agrees = [
             one in axes and (there is None or sizes[one] == sizes[there]) for one, there in pairs
         ]
-        found.append(own[: [*agrees, False].index(False)])
-    return tuple(found)
+        agreed.append(own[: [*agrees, False].index(False)])
+    return tuple(agreed)
 
 
 def _strides(sizes: Sequence[int]) -> list[int]:
-    """Return by how much a device's number grows along each axis, before them all devices."""
+    """Return the stride of each axis in device numbers, preceded by the number of devices."""
     count = int(np.prod(sizes))
     return [count, *(count // int(part) for part in np.cumprod(sizes))]
 
 
 def _primes(strides: set[int]) -> list[tuple[int, int]]:
     """Return strides and sizes of axes of prime sizes between strides, the major ones first."""
-    found = []
+    primes = []
     for large, small in itertools.pairwise(sorted(strides, reverse=True)):
         left = large
         while left > small:
             size = next(prime for prime in range(2, left + 1) if left // small % prime == 0)
             left //= size
-            found.append((left, size))
-    return found
+            primes.append((left, size))
+    return primes
 
 
 def _small_axes(sizes: Sequence[int], places: dict[int, int]) -> Split:

@@ -9,7 +9,7 @@ from rlhf_jax.placement.plan import Plan
 
 
 class Lanes(NamedTuple):
-    """Hold the lanes of a timeline, and those in which each call works; others are in the first."""
+    """Hold the lanes of a timeline and of each call; other calls are in the first."""
 
     names: tuple[str, ...] = ("slice 0",)
     of_call: Mapping[str, tuple[int, ...]] = {}
@@ -23,10 +23,10 @@ ONE_LANE = Lanes()
 
 
 def lanes_of(plan: Plan) -> Lanes:
-    """Name a lane for each slice of generation, and one for each range of devices beside.
+    """Name a lane for each slice of generation, and one for each further range of devices.
 
-    Stages of pipelines have a lane each, in each copy. What works on all devices of generation does
-    so in the lanes of its slices.
+    Each stage of a pipeline has a lane, in each copy. Work on all devices of generation is in the
+    lanes of its slices.
     """
     lanes: dict[tuple[range, int], tuple[int, ...]] = {}
     names: list[str] = []

@@ -1,8 +1,7 @@
-"""Say what policy and critic as pipelines ask of a plan, when they pay, and when each stage works.
+"""Requirements, break-even and schedules of policy and critic as pipelines.
 
-Both have as many stages as their placement has slices and as many copies as `data` says, on the
-same devices in opposite order, so that each works in the bubbles of the other (RLHFuse, arXiv
-2409.13221).
+Both have as many stages as their placement has slices and `data` copies, on the same devices in
+opposite order, so that each works in the bubbles of the other (RLHFuse, arXiv 2409.13221).
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from rlhf_jax.pipeline.schedule import Schedule, one_f_one_b
 from rlhf_jax.pipeline.search import solve
 from rlhf_jax.placement.plan import Placement, Plan
 
-REACHED = 0.6  # of a chip's peak FLOPs, where products alone are counted
+REACHED = 0.6  # share of a chip's peak FLOPs that products alone reach
 TRIES = 20  # of the search for a schedule, after its first passes
-INPUTS_OVER_1F1B = 2.0  # that a node may keep, over those of both pipes by 1F1B beside each other
-LEAST = 1e-6  # of the longest time of a stage: no task takes less
+INPUTS_OVER_1F1B = 2.0  # limit of a node, over the sum of both pipes' 1F1B
+LEAST = 1e-6  # least time of a task, relative to the longest stage
 
 
 class StageTimes(NamedTuple):
-    """Hold what a model's stages take of one micro-batch, and how many of these there are."""
+    """Hold the times of a model's stages for one micro-batch, and the number of these."""
 
     micro_batches: int
     forward: tuple[float, ...]  # [stages]
@@ -38,10 +37,10 @@ class StageTimes(NamedTuple):
     def of_work(
         cls, layout: Layout, micro_batches: int, *, forward: float, head: float, kept: float
     ) -> StageTimes:
-        """Return the times of stages whose layers are alike, in units of work.
+        """Return the times of equal stages, in units of work.
 
-        A backward computes its forward again, and so takes three times as long. The last stage does
-        this at once, and `head` besides: its own forward only receives.
+        A backward recomputes its forward, and so takes three times as long. The last stage does
+        this at once, and `head` in addition: its own forward only receives.
         """
         stages = layout.slices
         return cls(
@@ -56,19 +55,19 @@ class StageTimes(NamedTuple):
 def crossover_tokens(
     flops: float, node_chips: int, network: float, reached: float = REACHED
 ) -> float:
-    """Return the tokens of a chip and optimizer step below which pipelines beat FSDP.
+    """Return the tokens per chip and optimizer step below which pipelines beat FSDP.
 
     t* = F eta / (2 D s). A step of FSDP brings 6 bytes of each of P parameters to each node
-    (bfloat16 weights twice and gradients once), in 6 P / (D s) seconds: D chips a node with s bytes
-    a second each of its network. Its products take 6 P t / (F eta) seconds, for t tokens a chip at
-    a share eta of F FLOPs a second. A pipeline with as many micro-batches as stages takes twice as
-    long as its products: as long as the gathers where t = t*.
+    (bfloat16 weights twice and gradients once), in 6 P / (D s) seconds: D chips per node with s
+    bytes per second each of its network. Its products take 6 P t / (F eta) seconds, for t tokens
+    per chip at a share eta of F FLOPs per second. A pipeline with as many micro-batches as stages
+    takes twice as long as its products: as long as the gathers at t = t*.
     """
     return flops * reached / (2 * node_chips * network)
 
 
 def joint_problem(models: Sequence[StageTimes]) -> PipelineProblem:
-    """Return the pipes of a policy and of a critic, which runs the other way; or of one alone."""
+    """Return the pipes of a policy and of a critic in the opposite direction; or of one model."""
     pipes = []
     for index, model in enumerate(models):
         stages = len(model.forward)
@@ -79,7 +78,8 @@ def joint_problem(models: Sequence[StageTimes]) -> PipelineProblem:
                 micro_batches=model.micro_batches,
                 forward=tuple(max(least, seconds) for seconds in model.forward),
                 backward=model.backward,
-                # The first stage is given none; but what it gives must not pile up before the next.
+                # The first stage receives nothing; but its outputs must not pile up before the
+                # next.
                 kept=(model.kept,) * stages,
             )
         )
@@ -87,9 +87,9 @@ def joint_problem(models: Sequence[StageTimes]) -> PipelineProblem:
 
 
 def limit_inputs(problem: PipelineProblem) -> PipelineProblem:
-    """Return pipes with a limit to the inputs that a node keeps, however many micro-batches pass.
+    """Return pipes with a limit on the inputs that a node keeps, for any number of micro-batches.
 
-    It binds where a schedule without would keep nearly all of them, and costs little time.
+    It binds if a schedule without it would keep nearly all of them, and costs little time.
     """
     alone = [one_f_one_b(PipelineProblem((pipe,))).peak for pipe in problem.pipes]
     limit = INPUTS_OVER_1F1B * max(map(sum, zip(*alone, strict=True)))
@@ -98,7 +98,7 @@ def limit_inputs(problem: PipelineProblem) -> PipelineProblem:
 
 @functools.lru_cache(maxsize=256)
 def fused_schedule(problem: PipelineProblem) -> Schedule:
-    """Return the schedule of pipes that run at once, never longer than the serial one."""
+    """Return the schedule of concurrent pipes, never longer than the serial one."""
     return solve(problem, tries=TRIES)
 
 
@@ -109,7 +109,7 @@ def serial_schedule(problem: PipelineProblem) -> Schedule:
 
 
 def quick_bound(problem: PipelineProblem) -> float:
-    """Return a time that no schedule is shorter than, at once.
+    """Return a lower bound of the makespan, quickly.
 
     A node does all its tasks, after the least time before a first one and before that after a last.
     """
@@ -130,14 +130,14 @@ def trained(plan: Plan) -> dict[str, Placement]:
 
 
 def is_pipelined(plan: Plan) -> bool:
-    """Tell whether a call of a plan is trained as a pipeline."""
+    """Return whether a call of a plan is trained as a pipeline."""
     return any(placed.pipelined for placed in trained(plan).values())
 
 
 def check_pipelines(plan: Plan, source: str) -> None:
-    """Raise ValueError where pipelines have one stage, or are not both on the same ones.
+    """Raise ValueError if pipelines have one stage, or are not both on the same ones.
 
-    source: what the plan is called in the sentence.
+    source: the name of the plan in the message.
     """
     placed = trained(plan)
     if not is_pipelined(plan):
@@ -163,11 +163,11 @@ def check_pipelines(plan: Plan, source: str) -> None:
 
 
 def fill_with_copies(policy: Placement, layers: Mapping[str, int], role: str) -> Placement:
-    """Return where a critic beside a pipelined policy is trained: in as many copies as fit.
+    """Return the placement of a critic's training next to a pipelined policy, with copies.
 
-    A shallower critic has as few stages as divide its layers and have no more of them each than the
-    policy's, and copies of its pipeline fill the nodes. Where there are none it lies as the policy.
-    layers: of each model by its name.
+    A shallower critic has as few stages as divide its layers without exceeding the policy's layers
+    per stage, and copies of its pipeline fill the nodes. If there are none it is placed like the
+    policy. layers: of each model by its name.
     """
     stages = policy.slices
     for fewer in range(2, stages):
@@ -178,10 +178,10 @@ def fill_with_copies(policy: Placement, layers: Mapping[str, int], role: str) ->
 
 
 def check_layers(plan: Plan, source: str, layers: Mapping[str, int]) -> None:
-    """Raise ValueError where stages do not divide the layers of policy or critic.
+    """Raise ValueError if stages do not divide the layers of policy or critic.
 
-    layers: of each model by its name. A critic has no more layers than the policy, whose bubbles it
-    is to fill.
+    layers: of each model by its name. A critic has at most as many layers as the policy, whose
+    bubbles it is to fill.
     """
     placed = trained(plan)
     if not is_pipelined(plan):
@@ -209,10 +209,10 @@ def check_layers(plan: Plan, source: str, layers: Mapping[str, int]) -> None:
 
 
 def bubble_warnings(pipelines: Iterable[tuple[str, int, int]]) -> list[str]:
-    """Return a sentence for each pipeline of few micro-batches: what share of its time it idles.
+    """Yield a warning for each pipeline of few micro-batches, with its idle share.
 
-    pipelines: (call, micro-batches, stages). That is by itself: the other pipeline works in the
-    meantime.
+    pipelines: (call, micro-batches, stages). It is that of the pipeline alone: the other one works
+    in the meantime.
     """
     return [
         f"{call} has {count} micro-batch{'es' * (count > 1)} in a minibatch for {stages} stages, so"

@@ -1,7 +1,7 @@
-"""Say which devices each call of an iteration has, and how they split its rows and weights.
+"""A plan: the devices of each call of an iteration, and how they split its rows and weights.
 
 (The execution plan of ReaL: Mei et al. 2024, arXiv 2406.14088.) A plan is plain numbers, so that it
-can be written down; from it and the devices follow the layouts that run.
+can be saved; with the devices it determines the layouts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pallas_kernels.dispatch import REFERENCE, Kernels
 from rlhf_jax.mesh import AXES, AXIS_TYPES, Layout, abstract_mesh, make_mesh
 from rlhf_jax.runtime.foreign import parse_json, reading_foreign
 
-# By the names of the calls that a run has. No call asks for another's devices.
+# By the names of the calls that a run has. No call needs another's devices.
 CallLayouts = Mapping[str, Layout]
 
 
@@ -31,14 +31,14 @@ def training_layout(layouts: CallLayouts) -> Layout:
     return layouts.get("policy_training") or next(trained)
 
 
-# TPUs of whose slices only those of at most 4x4 chips may be divided: a program must span others.
+# TPUs whose slices may be divided only up to 4x4 chips: on others a program must span the slice.
 V5E = ("TPU v5e", "TPU v5 lite")
 LARGEST_DIVIDED = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Hold the devices of a call, and how they split it: the axes' product is their number."""
+    """Hold the devices of a call, and the sizes of the axes that split it: their product."""
 
     first: int  # of a range of devices, in the order of `jax.devices()`
     count: int
@@ -67,7 +67,7 @@ class Placement:
         return range(self.first, self.first + self.count)
 
     def layout(self, devices: Sequence[Any] | str, role: str = "training") -> Layout:
-        """Return the layout on its part of all devices; of a platform, on an abstract mesh."""
+        """Return the layout on its part of all devices; for a platform, on an abstract mesh."""
         role = "pipelined" if self.pipelined else role
         if isinstance(devices, str):
             mesh = abstract_mesh(self.shape, devices)
@@ -87,14 +87,14 @@ class Plan:
 
     @property
     def is_uniform(self) -> bool:
-        """Say whether all calls have one mesh."""
+        """Return whether all calls have one mesh."""
         whole = {dataclasses.replace(one, pipelined=False) for one in self.placements.values()}
         return len(whole) == 1
 
     def layouts(self, devices: Sequence[Any] | str) -> CallLayouts:
         """Return the layout of each call.
 
-        devices: all that the run has, or their platform: the meshes are abstract, for planning.
+        devices: all of the run, or their platform: the meshes are abstract, for planning.
         """
         made = {
             call: placed.layout(devices, role=call if call == "generation" else "training")
@@ -104,7 +104,7 @@ class Plan:
         pipelines = [call for call in pipelines if self.placements[call].pipelined]
         for call in () if isinstance(devices, str) else pipelines[1:]:
             # A critic's pipelines run the other way over the policy's nodes, whose bubbles they
-            # fill. Each of its copies, which have stages of their own, is on nodes in a row.
+            # fill. Each of its copies, which have stages of their own, is on consecutive nodes.
             nodes = made[pipelines[0]].devices.swapaxes(0, 1)
             slices, copies, *node = made[call].devices.shape
             laid = nodes.reshape(copies, slices, *node)[:, ::-1].swapaxes(0, 1)
@@ -113,7 +113,7 @@ class Plan:
         return made
 
     def groups(self) -> list[list[str]]:
-        """Return the calls that share devices: a list for each group of devices with the same."""
+        """Return the groups of devices with the same calls, as lists of these calls."""
         ends = sorted(
             {end for one in self.placements.values() for end in (one.first, one.first + one.count)}
         )
@@ -121,13 +121,13 @@ class Plan:
         return [calls for index, calls in enumerate(there) if calls and calls not in there[:index]]
 
     def calls_at(self, device: int) -> list[str]:
-        """Return the calls that have a device, by its number."""
+        """Return the calls of a device, by its number."""
         return [call for call, placed in self.placements.items() if device in placed.devices]
 
     def table(self) -> list[str]:
         """Return lines of text: for each call its devices, and the axes that split.
 
-        And its dtype, where calls have several.
+        The dtype is added if calls have several.
         """
         lines = []
         several = len({placed.dtype for placed in self.placements.values()}) > 1
@@ -135,21 +135,21 @@ class Plan:
             axes = [f"{axis} {size}" for axis, size in placed.shape.items() if size > 1]
             where = f"{placed.first}..{placed.first + placed.count - 1}"
             axes += ["pipelined"] if placed.pipelined else []
-            said = ", ".join([*axes, placed.dtype] if several else axes) or "whole"
-            lines.append(f"{call:20}{where:>9}  {said}")
+            sharding = ", ".join([*axes, placed.dtype] if several else axes) or "whole"
+            lines.append(f"{call:20}{where:>9}  {sharding}")
         return lines
 
     def text(self) -> str:
-        """Return the plan as a file holds it."""
+        """Return the plan as the content of its file."""
         calls = {call: dataclasses.asdict(one) for call, one in self.placements.items()}
-        found = {"devices": self.devices, "parameters": dict(self.parameters), "calls": calls}
-        return json.dumps(found, indent=1) + "\n"
+        content = {"devices": self.devices, "parameters": dict(self.parameters), "calls": calls}
+        return json.dumps(content, indent=1) + "\n"
 
 
 def read_plan(path: Path, default: Placement) -> Plan:
-    """Read a plan from a file; what a call does not say of dtype and kernels is the `default`'s.
+    """Read a plan from a file; `default` gives a call's missing dtype and kernels.
 
-    Raises ValueError or FileNotFoundError, in one sentence, for a file that holds none.
+    Raises ValueError or FileNotFoundError, in one sentence, for an invalid file.
     """
     with reading_foreign(path, "a plan in JSON"):
         document = parse_json(path.read_bytes(), unique=True)
@@ -192,9 +192,9 @@ def _placement(path: Path, call: str, own: Any, default: Placement) -> Placement
 
 
 def check(plan: Plan, source: str, calls: Collection[str], num_devices: int) -> None:
-    """Raise ValueError, in one sentence, where a plan is not one for these calls and devices.
+    """Raise ValueError, in one sentence, if a plan does not fit these calls and devices.
 
-    source: what the plan is called in the sentence.
+    source: the name of the plan in the message.
     """
 
     def require(holds: bool, sentence: str) -> None:
@@ -229,7 +229,7 @@ def check(plan: Plan, source: str, calls: Collection[str], num_devices: int) -> 
 
 
 def check_kernels(plan: Plan, source: str, platform: str) -> None:
-    """Raise ValueError where a plan names kernels that are not the platform's."""
+    """Raise ValueError if a plan names kernels that are not the platform's."""
     for call, placed in plan.placements.items():
         for kernel, name in dataclasses.asdict(placed.kernels).items():
             if name not in dispatch.names_on(kernel, platform):
@@ -240,9 +240,9 @@ def check_kernels(plan: Plan, source: str, platform: str) -> None:
 
 
 def check_parts(plan: Plan, source: str, device_kind: str, in_slice: int) -> None:
-    """Raise ValueError where a call has a part of a TPU slice that gets no programs of its own.
+    """Raise ValueError if a call has a part of a TPU slice that cannot run its own programs.
 
-    in_slice: the devices that are joined by links of their own: all, but for several TPU slices.
+    in_slice: the devices joined by their own links: all, unless there are several TPU slices.
     """
     if device_kind not in V5E or in_slice <= LARGEST_DIVIDED:
         return
@@ -256,11 +256,11 @@ def check_parts(plan: Plan, source: str, device_kind: str, in_slice: int) -> Non
 
 
 def check_models(plan: Plan, source: str, parameters: Mapping[str, int]) -> None:
-    """Raise ValueError where a plan was made for models of other sizes; it need not say any."""
+    """Raise ValueError if a plan was made for models of other sizes; sizes are optional."""
     for name, made_for in plan.parameters.items():
-        found = parameters.get(name)
-        if found != made_for:
-            here = f"{found:,} here" if found else "not here"
+        parameters_here = parameters.get(name)
+        if parameters_here != made_for:
+            here = f"{parameters_here:,} here" if parameters_here else "not here"
             raise ValueError(
                 f"{source} is for a {name} of {made_for:,} parameters, which is {here}; make a plan"
                 " for these models."
@@ -268,21 +268,21 @@ def check_models(plan: Plan, source: str, parameters: Mapping[str, int]) -> None
 
 
 def _require_names(
-    path: Path, where: str, found: dict[str, Any], needed: set[str], optional: set[str]
+    path: Path, where: str, given: dict[str, Any], needed: set[str], optional: set[str]
 ) -> None:
-    """Raise ValueError unless a map has all that is needed, and nothing unknown."""
-    for name in sorted(needed - set(found)):
+    """Raise ValueError unless a map has all needed keys, and no unknown ones."""
+    for name in sorted(needed - set(given)):
         _require(path, False, f"lacks {name}{where}")
-    for name in found:
+    for name in given:
         known = name in needed | optional
         _require(path, known, f"has {name!r:.40}{where}, which no plan has")
 
 
-def _require(path: Path, holds: bool, said: str) -> None:
+def _require(path: Path, holds: bool, violation: str) -> None:
     if not holds:
-        raise ValueError(f"plan: {path} {said}.")
+        raise ValueError(f"plan: {path} {violation}.")
 
 
 def _is_count(value: Any) -> bool:
-    """Tell whether a value is a whole number that can count something."""
+    """Return whether a value is a whole number that can count something."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62

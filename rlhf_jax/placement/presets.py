@@ -1,4 +1,4 @@
-"""The plans that a config may name, and the one that it describes by its mesh.
+"""The named plans of a config, and the one that its mesh describes.
 
 (Colocated, interleaved and disaggregated: Adaptive Placement and Parallelism, arXiv 2312.11819.)
 """
@@ -17,7 +17,7 @@ from rlhf_jax.placement.plan import Placement, Plan, check, read_plan
 from rlhf_jax.runtime.files import find
 from rlhf_jax.types import ModelConfigs
 
-# Of (the config's mesh on all devices, the calls): the placement of each.
+# From (the config's mesh on all devices, the calls) to the placement of each call.
 Preset = Callable[[Placement, Collection[str]], dict[str, Placement]]
 
 
@@ -29,13 +29,12 @@ def plan_of(
 ) -> Plan:
     """Return the plan of a config, checked; without `config.plan` all calls have its mesh.
 
-    default: what says dtype and kernels of every call that does not itself. layers: of models by
-    name, where they are known; from them follow the copies of a critic's pipeline. Raises
-    ValueError or FileNotFoundError in one sentence where the plan, or the mesh, does not fit the
-    devices.
+    default: dtype and kernels of every call that sets none. layers: of models by name, if known;
+    they determine the copies of a critic's pipeline. Raises ValueError or FileNotFoundError in one
+    sentence if the plan, or the mesh, does not fit the devices.
     """
-    asked = config.mesh
-    shape = sizes(asked.data, asked.fsdp, asked.tensor, num_devices, asked.slices)
+    mesh = config.mesh
+    shape = sizes(mesh.data, mesh.fsdp, mesh.tensor, num_devices, mesh.slices)
     base = dataclasses.replace(default or Placement(0, 1), first=0, count=num_devices, **shape)
     calls = derived.calls(config)
     if not config.plan:
@@ -48,7 +47,7 @@ def plan_of(
     if config.training.pipelined:
         raise ValueError(
             f"training.pipelined is for config.mesh, and plan is {config.plan!r}: set plan to '',"
-            " or to a file that says pipelined of its calls, and then training.pipelined to False."
+            " or to a file that sets pipelined for its calls, and then training.pipelined to False."
         )
     if config.plan in PRESETS:
         return Plan(num_devices, PRESETS[config.plan](base, calls))
@@ -62,7 +61,7 @@ def plan_of(
 
 
 def layer_counts(models: ModelConfigs) -> dict[str, int]:
-    """Return the layers of each model that a run trains, by the names that a plan uses."""
+    """Return the layers of each trained model, by the names that a plan uses."""
     return {name: model.num_layers for name, model in models.trunks.items()}
 
 
@@ -75,15 +74,15 @@ def colocated(base: Placement, calls: Collection[str]) -> dict[str, Placement]:
 def interleaved(base: Placement, calls: Collection[str]) -> dict[str, Placement]:
     """Let policy and critic work side by side, on half of the devices each.
 
-    The reward models are the critic's neighbours, and the reference where there is no critic.
-    Generation has all devices, and so has the policy's training where nothing is trained beside it.
+    The reward models share the critic's devices, and so does the reference if there is no critic.
+    Generation has all devices, and so has the policy's training if nothing is trained next to it.
     """
     first, second = _halves(base, "interleaved")
     critic = any(call.endswith("_training") and call != "policy_training" for call in calls)
     ours = ("", "policy", "reference") if critic else ("", "policy")
-    beside = {call for call in calls if call.rpartition("_")[0] not in ours}
-    placements = {call: second if call in beside else first for call in calls}
-    if not beside:
+    others = {call for call in calls if call.rpartition("_")[0] not in ours}
+    placements = {call: second if call in others else first for call in calls}
+    if not others:
         raise ValueError(
             "plan 'interleaved' has nothing to place beside the policy: this run has no critic,"
             " reference or reward model; choose 'colocated' or 'disaggregated'."

@@ -1,8 +1,8 @@
-"""Move a model's weights from the layout they have to another, on the same or on other devices.
+"""Move a model's weights to another layout, on the same or on other devices.
 
-Layers go one at a time, in the dtype they shall have, so that beside the old weights and the new
-there is one layer. One program serves all layers, and nothing goes through the host. Models that
-do not work may wait in the memory of their hosts.
+Layers go one at a time, already in their new dtype, so that the peak is one layer above the old and
+new weights. One program serves all layers, and nothing goes through the host. Idle models may wait
+in the memory of their hosts.
 """
 
 from __future__ import annotations
@@ -22,9 +22,15 @@ from jax.typing import DTypeLike
 from rlhf_jax.mesh import Layout, on_slice
 from rlhf_jax.models.families.family import END_WEIGHTS
 from rlhf_jax.models.shardings import model_shardings, pin_weights
-from rlhf_jax.placement.leg import Leg, Placing
-from rlhf_jax.placement.program import LegProgram, copy_over, leg_programs, run_legs, send_across
-from rlhf_jax.placement.route import BytesMoved, Route, find_route, traffic
+from rlhf_jax.placement.program import (
+    ReshardProgram,
+    copy_over,
+    reshard_programs,
+    run_steps,
+    send_across,
+)
+from rlhf_jax.placement.reshard_path import BytesMoved, ReshardPath, find_path, traffic
+from rlhf_jax.placement.reshard_step import Placing, ReshardStep
 from rlhf_jax.types import Layer, Model
 
 # Kinds of memory, by JAX's names: where models wait, and where they work.
@@ -35,30 +41,30 @@ T = TypeVar("T")
 
 
 def transfer(model: Model, layout: Layout, dtype: DTypeLike | None = None) -> Model:
-    """Return a model as a layout has it, in `dtype` if that is not None; layers stay stacked.
+    """Return a model in a layout, in `dtype` if that is not None; layers stay stacked.
 
-    What is there already stays as it is. Of shapes it is shapes.
+    Parts in place stay. Shapes give shapes.
     """
     if isinstance(model.norm, jax.ShapeDtypeStruct):
         return move(model, _places(model, layout), dtype)
     if is_in_place(model, layout, dtype):
         return model
-    found = transfer_ends(model, layout, dtype)
+    moved = transfer_ends(model, layout, dtype)
     layers = transfer_layers(model, layout, dtype)
     if not isinstance(model.layers, dict):
-        return dataclasses.replace(found, layers=tuple(layers))
+        return dataclasses.replace(moved, layers=tuple(layers))
     stacked = None
     for index, layer in enumerate(layers):
         if stacked is None:
             stacked = _empty(layer, depth=model.config.num_layers, layout=layout)
         stacked = _write(stacked, layer, np.int32(index), layout=layout)
-    return dataclasses.replace(found, layers=typed(Layer, stacked))
+    return dataclasses.replace(moved, layers=typed(Layer, stacked))
 
 
 def transfer_layers(
     model: Model, layout: Layout, dtype: DTypeLike | None = None
 ) -> Iterator[Layer]:
-    """Return the layers one by one, unrolled, each as a layout has it once it is asked for."""
+    """Yield the layers one by one, unrolled, each moved to a layout on request."""
     if not isinstance(model.layers, dict):
         for layer in model.layers:
             yield move(layer, _places(layer, layout), dtype)
@@ -70,7 +76,7 @@ def transfer_layers(
 
 
 def transfer_ends(model: Model, layout: Layout, dtype: DTypeLike | None = None) -> Model:
-    """Return what a model has beside its layers, one by one as a layout has it; with no layers."""
+    """Return the weights outside the layers in a layout, moved one by one; with no layers."""
     ends = dataclasses.replace(model, layers=())
     places = _places(ends, layout)
     moved = {}
@@ -81,12 +87,12 @@ def transfer_ends(model: Model, layout: Layout, dtype: DTypeLike | None = None) 
 
 
 def is_in_place(tree: Any, layout: Layout, dtype: DTypeLike | None = None) -> bool:
-    """Say whether all weights lie as a layout has them, in `dtype` if that is not None."""
+    """Return whether all weights are placed as in a layout, in `dtype` if that is not None."""
     return _lies(tree, _places(tree, layout), dtype)
 
 
 def bytes_moved(model: Model, layout: Layout, dtype: DTypeLike | None = None) -> BytesMoved:
-    """Count the bytes that go from device to device when a model comes to a layout."""
+    """Count the bytes that go from device to device when a model moves to a layout."""
     parts: list[tuple[Any, int]] = [(dataclasses.replace(model, layers=()), 1)]
     if isinstance(model.layers, dict):
         stacked = _by_slices(model.layers)
@@ -110,7 +116,7 @@ def move(tree: T, places: Any, dtype: DTypeLike | None = None, index: int | None
     """Return a tree of arrays of one mesh at `places`, a sharding for each leaf, in `dtype`.
 
     index: of one layer of a tree of stacked layers, whose places are then those of a layer alone.
-    Places are None where nothing is held to a place. Of shapes it is shapes.
+    Places are None if nothing is placed. Shapes give shapes.
     """
     dtype = None if dtype is None else jnp.dtype(dtype)
     number = None if index is None else np.int32(index)
@@ -124,23 +130,23 @@ def move(tree: T, places: Any, dtype: DTypeLike | None = None, index: int | None
     if index is None and _lies(tree, places, dtype):
         return tree
     ends = jax.tree.leaves(places)
-    routes = _routes(tree if index is None else _one_layer(tree), ends)
+    paths = _paths(tree if index is None else _one_layer(tree), ends)
     leaves, treedef = jax.tree.flatten(tree)
-    firsts = [route.first for route in routes]
-    moved = run_legs([(leaf,) for leaf in leaves], firsts, dtype=dtype, index=number)
-    moved = send_across(moved, routes)
-    return jax.tree.unflatten(treedef, copy_over(moved, routes, ends))
+    firsts = [path.first for path in paths]
+    moved = run_steps([(leaf,) for leaf in leaves], firsts, dtype=dtype, index=number)
+    moved = send_across(moved, paths)
+    return jax.tree.unflatten(treedef, copy_over(moved, paths, ends))
 
 
-def put_aside(model: T) -> T:
-    """Return a model in pinned memory of the hosts of its devices, split as it was."""
+def offload(model: T) -> T:
+    """Return a model in pinned memory of the hosts of its devices, split as before."""
     return jax.tree.map(lambda leaf: _moved(leaf, _ASIDE), model)
 
 
 def fetched(model: T) -> T:
-    """Return a model on its devices, to which it is on its way; one that is there stays.
+    """Return a model on its devices, while the copy may still be in progress.
 
-    It may be handed to programs at once: they begin when it has arrived. Of shapes it is shapes.
+    It may be passed to programs at once: they begin when it has arrived. Shapes give shapes.
     """
 
     def bring(leaf: jax.Array) -> jax.Array:
@@ -150,12 +156,13 @@ def fetched(model: T) -> T:
     return jax.tree.map(bring, model)
 
 
-def layer_programs(layers: Layer, layout: Layout, devices: Sequence[Any]) -> Iterator[LegProgram]:
-    """Yield the programs that bring a layer of stacked shapes to a layout, in its dtype.
+def layer_programs(
+    layers: Layer, layout: Layout, devices: Sequence[Any]
+) -> Iterator[ReshardProgram]:
+    """Yield the programs that move a layer of stacked shapes to a layout, in its dtype.
 
-    devices: all that take part; they need not be here. What lies on other devices is recut on
-    those it comes from, and once more where it arrives. Where slices have some layers each, the
-    layer is the first slice's.
+    devices: all that take part; they may be absent. Leaves on other devices are resplit on their
+    source, and again on arrival. If slices have different layers, the layer is the first slice's.
     """
     layers = _by_slices(layers)[0]
     one = _one_layer(layers)
@@ -163,8 +170,8 @@ def layer_programs(layers: Layer, layout: Layout, devices: Sequence[Any]) -> Ite
     yield from _move_programs(one, places, devices, layout.dtype, given=layers)
 
 
-def ends_programs(ends: Model, layout: Layout, devices: Sequence[Any]) -> Iterator[LegProgram]:
-    """Yield the programs that bring shapes of a model without layers to a layout, leaf by leaf."""
+def ends_programs(ends: Model, layout: Layout, devices: Sequence[Any]) -> Iterator[ReshardProgram]:
+    """Yield the programs that move shapes of a model without layers to a layout, leaf by leaf."""
     places = jax.tree.leaves(model_shardings(ends, layout))
     for leaf, place in zip(jax.tree.leaves(ends), places, strict=True):
         yield from _move_programs(leaf, [place], devices, layout.dtype)
@@ -176,35 +183,35 @@ def _move_programs(
     devices: Sequence[Any],
     cast: jnp.dtype,
     given: Any = None,
-) -> Iterator[LegProgram]:
+) -> Iterator[ReshardProgram]:
     """Yield the programs that `move` runs on shapes; given: of stacked layers, all of them."""
-    routes = _routes(tree, places)
+    paths = _paths(tree, places)
     index = None if given is None else jax.ShapeDtypeStruct((), jnp.int32)
     leaves = [(leaf,) for leaf in jax.tree.leaves(tree if given is None else given)]
-    firsts = [one.first for one in routes]
-    yield from leg_programs(leaves, firsts, devices, cast, index)
-    arriving = [route for route in routes if route.second is not None]
+    firsts = [one.first for one in paths]
+    yield from reshard_programs(leaves, firsts, devices, cast, index)
+    arriving = [path for path in paths if path.second is not None]
     pieces = []
-    legs = []
-    for route in arriving:
-        leg = typed(Leg, route.second)
-        piece = jax.ShapeDtypeStruct((len(leg.devices), *leg.part_shape()), cast)
-        pieces.append((piece,) * len(route.crossing[0]))
-        legs.append(leg)
-    yield from leg_programs(pieces, legs, devices)
+    steps = []
+    for path in arriving:
+        step = typed(ReshardStep, path.second)
+        piece = jax.ShapeDtypeStruct((len(step.devices), *step.part_shape()), cast)
+        pieces.append((piece,) * len(path.crossing[0]))
+        steps.append(step)
+    yield from reshard_programs(pieces, steps, devices)
 
 
-def _routes(tree: Any, places: Sequence[Sharding]) -> list[Route]:
-    """Return the way of each leaf of a tree of arrays or shapes to its place."""
+def _paths(tree: Any, places: Sequence[Sharding]) -> list[ReshardPath]:
+    """Return the path of each leaf of a tree of arrays or shapes to its place."""
     return [
-        find_route(leaf.shape, _placing(leaf.sharding, leaf.ndim), _placing(place, leaf.ndim))
+        find_path(leaf.shape, _placing(leaf.sharding, leaf.ndim), _placing(place, leaf.ndim))
         for leaf, place in zip(jax.tree.leaves(tree), places, strict=True)
     ]
 
 
 @functools.lru_cache(maxsize=4096)
 def _placing(sharding: Sharding, rank: int) -> Placing:
-    """Return in numbers where a sharding lays a leaf of some rank."""
+    """Return in numbers where a sharding places a leaf of some rank."""
     if not isinstance(sharding, NamedSharding):
         assert isinstance(sharding, SingleDeviceSharding), "Weights lie on a mesh or one device."
         (device,) = sharding.device_set
@@ -218,7 +225,7 @@ def _placing(sharding: Sharding, rank: int) -> Placing:
 
 
 def _moved(leaf: Any, kind: str) -> Any:
-    """Return an array in the memory of a kind; of a shape it is a shape."""
+    """Return an array in the memory of a kind; a shape gives a shape."""
     place = leaf.sharding.with_memory_kind(kind)
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.update(sharding=place)
@@ -230,7 +237,7 @@ def _places(tree: Any, layout: Layout) -> Any:
 
 
 def _lies(tree: Any, places: Any, dtype: DTypeLike | None) -> bool:
-    """Say whether leaves lie at their places, where there are some, in `dtype` if not None."""
+    """Return whether leaves are at their places, if given, in `dtype` if not None."""
     leaves = jax.tree.leaves(tree)
     if dtype is not None and any(leaf.dtype != dtype for leaf in leaves):
         return False
@@ -239,7 +246,7 @@ def _lies(tree: Any, places: Any, dtype: DTypeLike | None) -> bool:
 
 
 def _by_slices(layers: Layer) -> list[Layer]:
-    """Return the stacked layers that each slice has of a pipelined model; of others all as one."""
+    """Return the stacked layers of each slice of a pipelined model; of others all as one."""
     place = jax.tree.leaves(layers)[0].sharding
     if not isinstance(place, NamedSharding) or not place.spec or place.spec[0] is None:
         return [layers]
@@ -251,7 +258,7 @@ def _depth(layers: Layer) -> int:
 
 
 def _one_layer(layers: T) -> T:
-    """Return the shapes of one of stacked layers, which lies where they do."""
+    """Return the shapes of one of stacked layers, placed as these are."""
 
     def one(leaf: jax.Array) -> jax.ShapeDtypeStruct:
         place = leaf.sharding

@@ -1,1 +1,1 @@
-"""Plan runs for devices that need not be here: their memory, prices, search and compilers."""
+"""Plan runs for absent devices: memory, prices, search, and verification by compilers."""

@@ -1,4 +1,4 @@
-"""Say what chips can do, by their makers' data sheets, and what share of it is reached."""
+"""Figures of chips from their makers' data sheets, and the share of them that programs reach."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ class Efficiency(NamedTuple):
     links: float = 0.8  # of the bandwidth of links
 
 
-# Usual shares of well-tuned programs, by their order of magnitude; none is measured here.
+# Typical shares of well-tuned programs, by order of magnitude; not measured here.
 ASSUMED = Efficiency()
 
 
 class Chip(NamedTuple):
-    """Describe one device: bytes, and bytes and bfloat16 FLOPs a second, one way where it sends."""
+    """Describe one device: bytes, and bytes and bfloat16 FLOPs per second; sends count one way."""
 
     gigabytes: float  # of memory, in 10^9 bytes
     flops: float  # of dense matrix products
     memory_bandwidth: float
     link_bandwidth: float  # of one link of a torus, or of all links to a node's other GPUs
-    network_bandwidth: float  # its share of what its host has
-    torus_axes: int = 0  # of a TPU's slice, with two links each; 0 where every link reaches all
+    network_bandwidth: float  # its share of its host's network
+    torus_axes: int = 0  # of a TPU's slice, with two links each; 0 if every link reaches all
     compute_capability: float = 0.0  # of a GPU
     efficiency: Efficiency = ASSUMED
 
 
-# cloud.google.com/tpu/docs, a page a chip: v4, v5e, v5p, v6e, tpu7x. An interconnect's figure is of
-# all links, both ways; a host's network is shared by its chips.
+# cloud.google.com/tpu/docs, one page per chip: v4, v5e, v5p, v6e, tpu7x. An interconnect's figure
+# is of all links, both ways; a host's network is shared by its chips.
 TPUS = {
     "v4": Chip(32, 275e12, 1.228e12, 50e9, 6.25e9, torus_axes=3),
     "v5e": Chip(16, 197e12, 0.819e12, 50e9, 3.125e9, torus_axes=2),
@@ -67,7 +67,7 @@ GPUS = {
 
 
 def is_box(torus: Sequence[int], part: range) -> bool:
-    """Tell whether a range of a TPU slice's chips, in the order of their numbers, is a box of it.
+    """Return whether a range of a TPU slice's chips, in the order of their numbers, is a box of it.
 
     torus: the chips along each axis, 2 or 3. Chips are numbered host by host of at most 2x2, and
     hosts along the first axis first.
@@ -87,9 +87,9 @@ def is_box(torus: Sequence[int], part: range) -> bool:
 
 
 def check_boxes(plan: Plan, source: str, torus: Sequence[int]) -> None:
-    """Raise ValueError where a call's chips are no box of a TPU's torus, as a program's must be.
+    """Raise ValueError if a call's chips do not form a box of a TPU's torus, as a program requires.
 
-    torus: the chips along each axis of the slice; () where nobody knows, or there is none.
+    torus: the chips along each axis of the slice; () if unknown, or if there is none.
     """
     for call, placed in plan.placements.items():
         if torus and not is_box(torus, placed.devices):
@@ -103,8 +103,8 @@ def check_boxes(plan: Plan, source: str, torus: Sequence[int]) -> None:
 def read_chip(path: Path, known: Chip | None) -> Chip:
     """Read a chip's measured figures, as `benchmarks/chip.py` writes them.
 
-    What the file does not say is as it is `known`. Raises ValueError or FileNotFoundError, in one
-    sentence, for a file that holds no figures or not all that are needed.
+    Missing values are taken from `known`. Raises ValueError or FileNotFoundError, in one sentence,
+    for a file without figures, or without all needed ones.
     """
     with reading_foreign(path, "a chip's figures in JSON"):
         document = parse_json(path.read_bytes(), unique=True)
@@ -124,14 +124,14 @@ def read_chip(path: Path, known: Chip | None) -> Chip:
         efficiency = (known.efficiency if known else ASSUMED)._replace(**shares)
         if known is not None:
             return known._replace(**plain, efficiency=efficiency)
-        lacking = [name for name in Chip._fields[:5] if name not in plain]
-        if lacking:
-            raise ValueError(f"{path} lacks {', '.join(lacking)}; measure them.")
+        missing = [name for name in Chip._fields[:5] if name not in plain]
+        if missing:
+            raise ValueError(f"{path} lacks {', '.join(missing)}; measure them.")
         return Chip(**plain, efficiency=efficiency)
 
 
 def _check_figures(path: Path, figures: dict[str, Any], names: tuple[str, ...]) -> None:
-    """Raise ValueError where a figure is unknown, or is no positive number."""
+    """Raise ValueError if a figure is unknown or not a positive number."""
     for name, value in figures.items():
         if name not in names:
             raise ValueError(f"{path} has {name!r:.40}, which is no figure of a chip.")
@@ -142,11 +142,11 @@ def _check_figures(path: Path, figures: dict[str, Any], names: tuple[str, ...]) 
 
 
 def ring_bandwidth(chip: Chip, devices: int, nodes: int, group: int, stride: int) -> float:
-    """Return the bytes a second that a device receives in a collective among `group` devices.
+    """Return the bytes per second that a device receives in a collective of `group` devices.
 
-    stride: how far apart they lie in the order of all devices. A TPU's group takes two links of
-    each axis of the torus that it fills, GPUs of one node their links, and those of several nodes
-    the networks of all their GPUs in a node, whichever is less.
+    stride: their distance in the order of all devices. A TPU's group uses two links of each axis of
+    the torus that it fills, GPUs of one node their links, and those of several nodes the networks
+    of all their GPUs in a node, whichever is less.
     """
     if chip.torus_axes:
         filled = chip.torus_axes * math.log(group) / math.log(max(devices, 2))

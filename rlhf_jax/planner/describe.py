@@ -1,4 +1,4 @@
-"""What a run would use on devices that need not be here, printed."""
+"""Print the resources of a run on absent devices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlhf_jax.setup.validation import check_batches, check_rows
 
 
 def print_plan(config: Config, planned: Planned, more: Sequence[tuple[str, str]] = ()) -> None:
-    """Print what a run would use on devices that need not be here, and `more` rows."""
+    """Print the resources of a run on absent devices, and `more` rows."""
     layout = training_layout(planned.layouts)
     policy = planned.models.policy
     model = f"{policy.num_layers} layers of {policy.width}, {layout.dtype.name}"
@@ -43,7 +43,7 @@ def print_plan(config: Config, planned: Planned, more: Sequence[tuple[str, str]]
 
 
 def _refused_rows(config: Config, planned: Planned) -> list[tuple[str, str]]:
-    """Say why a run would be refused for its rows, which are nothing to its memory."""
+    """Return why a run would be refused for its rows, which its memory does not depend on."""
     try:
         check_batches(config)
         check_rows(config, planned.plan, config.plan)
@@ -53,7 +53,7 @@ def _refused_rows(config: Config, planned: Planned) -> list[tuple[str, str]]:
 
 
 def _predicted_rows(config: Config, planned: Planned) -> list[tuple[str, str]]:
-    """Say what each call of a step would take; nothing where the devices' figures are not known."""
+    """Describe the predicted time of each call of a step; empty if the devices are unknown."""
     if planned.hardware.chip is None:
         return []
     calls = predict_calls(planned.run(config), planned.hardware)
@@ -63,9 +63,9 @@ def _predicted_rows(config: Config, planned: Planned) -> list[tuple[str, str]]:
         for call in calls
     ]
     step = f"{sum(call.seconds for call in calls):8.1f} s  a step, predicted by formulas"
-    beside = "calls on devices of their own run side by side: --search predicts a step"
+    note = "calls on devices of their own run side by side: --search predicts a step"
     lines += [
-        step if planned.plan.is_uniform else beside,
+        step if planned.plan.is_uniform else note,
         "PFLOP of all devices; GB that each receives; not measured",
         f"prompts of {config.data.max_prompt_tokens} tokens, every response of"
         f" {derived.response_tokens(config)}, no drafts",
@@ -76,17 +76,16 @@ def _predicted_rows(config: Config, planned: Planned) -> list[tuple[str, str]]:
 def predict_calls(run: PlannedRun, hardware: Hardware) -> list[CallCost]:
     """Predict each call of an iteration in which all prompts and responses have full length.
 
-    No prompt is taken to be shared by its samples. Drafts and the training of a student are left
-    out. The hardware's chip must be known. Calls that train as pipelines have shares of the seconds
-    of both.
+    It assumes that samples share no prompt. Drafts and the training of a student are left out. The
+    hardware's chip must be known. Calls that train as pipelines have shares of the seconds of both.
     """
-    found = []
+    costs = []
     pipelined = []
     for call in derived.calls(run.config):
-        own = run.at(call) or run
-        placed = PlacedRun(own, hardware.part(own.layout.extent(meshes.AXES)))
-        if own.is_pipelined:
+        run_of_call = run.at(call) or run
+        placed = PlacedRun(run_of_call, hardware.part(run_of_call.layout.extent(meshes.AXES)))
+        if run_of_call.is_pipelined:
             pipelined.append((call, placed))
         else:
-            found.append(predict_call(placed, call))
-    return found + (joint_training(pipelined).costs if pipelined else [])
+            costs.append(predict_call(placed, call))
+    return costs + (joint_training(pipelined).costs if pipelined else [])

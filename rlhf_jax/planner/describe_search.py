@@ -1,4 +1,4 @@
-"""What a search for plans has found, printed."""
+"""Print the results of a search for plans."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ VARIED = "if chips reach another share of their figures, one at a time:"
 
 def print_search(searched: Searched, variations: list[Variation]) -> None:
     """Print plans side by side: predicted seconds of each stage, and the fullest chip's memory."""
-    *others, found = searched.plans
+    *others, best = searched.plans
     trainings = searched.trainings
     table = [
         f"{line}, {seconds:.2f} s"
-        for line, seconds in zip(found.plan.table(), found.calls.values(), strict=True)
+        for line, seconds in zip(best.plan.table(), best.calls.values(), strict=True)
     ]
-    beside = [f"{plan.name}: {why_not(plan, found)}" for plan in others]
+    reasons = [f"{plan.name}: {why_not(plan, best)}" for plan in others]
     varied = "\n".join(map(variation_line, variations))
     rows = [
         *(
             (f"with lag {lag}" if lag else "predicted", "\n".join(plan_lines(searched, lag)))
-            for lag in range(found.lag + 1)
+            for lag in range(best.lag + 1)
         ),
         *(("left out", f"{name}: {reason}") for name, reason in searched.left_out.items()),
-        *([("beside it", "\n".join(beside))] if beside else []),
+        *([("beside it", "\n".join(reasons))] if reasons else []),
         ("found", "\n".join(table)),
-        ("memory", "\n".join(memory_parts.table(found.parts))),
+        ("memory", "\n".join(memory_parts.table(best.parts))),
         ("weights", "\n".join(map(moved_line, searched.plans))),
         ("gain", gain_of(searched)),
         *([("pipelines", "\n".join(training_lines(trainings)))] if trainings else []),
@@ -45,7 +45,7 @@ def print_search(searched: Searched, variations: list[Variation]) -> None:
 
 
 def plan_lines(searched: Searched, lag: int) -> list[str]:
-    """Write a line for each plan with such a lag, under a heading."""
+    """Write a line for each plan with this lag, under a heading."""
     lines = [f"{'':13}{'step':>10}{'generation':>12}{'inference':>10}{'training':>10}{'a chip':>9}"]
     for plan in searched.plans:
         generation, inference, training = (f"{seconds:.2f} s" for seconds in plan.stages)
@@ -58,20 +58,20 @@ def plan_lines(searched: Searched, lag: int) -> list[str]:
 
 
 def gain_of(searched: Searched) -> str:
-    """Say how much the found plan gains, and what is proved of it."""
-    *others, found = searched.plans
+    """Describe the gain of the found plan, and the proved bound."""
+    *others, found_plan = searched.plans
     gap = searched.gap
     proved = f"the best may be {gap:.1%} shorter" if gap else "no plan of this kind is shorter"
     usable = [plan for plan in others if plan.fits]
     if not usable:
         return proved
     best = min(usable, key=lambda plan: plan.step)
-    said = f"{best.step / found.step:.2f} times as fast as {best.name}; {proved}"
-    return f"{said}: drawing ahead does not pay" if best.step < found.step else said
+    gain = f"{best.step / found_plan.step:.2f} times as fast as {best.name}; {proved}"
+    return f"{gain}: drawing ahead does not pay" if best.step < found_plan.step else gain
 
 
 def training_lines(compared: TrainingComparison) -> list[str]:
-    """Say how a step's updates as pipelines compare with those by FSDP and TP, and from where."""
+    """Describe a step's updates as pipelines against those by FSDP and TP, and the crossover."""
     pipelined = compared.pipelined
     joint = pipelined.joint
     by_pipeline = {
@@ -115,37 +115,37 @@ def _sizes_of(shape: dict[str, int]) -> str:
 
 
 def moved_line(plan: PricedPlan) -> str:
-    """Say which trained weights come to each chip of a call, once a step."""
+    """Describe which trained weights move to each chip of a call, once per step."""
     each = [f"{size / memory_parts.GIGA:.2f} GB a chip to {c}" for c, size in plan.moved.items()]
     return f"{plan.name:13} {', '.join(each)}"
 
 
 def variation_line(one: Variation) -> str:
-    """Say how the found plan compares if a constant is another."""
+    """Describe the found plan's lead if a constant has another value."""
     line = f"{one.constant:9} x {one.factor:g}: {one.gain:.2f} times as fast as {one.other}"
     return line if one.better < 0.001 else f"{line}; another plan is {one.better:.1%} shorter"
 
 
-def why_not(plan: PricedPlan, found: PricedPlan) -> str:
-    """Say in which call a plan takes the seconds that it takes more than the one that was found."""
+def why_not(plan: PricedPlan, best: PricedPlan) -> str:
+    """Describe the call in which a plan loses the most time to the found plan."""
     if not plan.fits:
         largest = max(plan.parts, key=lambda part: part.bytes).name
         return f"does not fit, with {plan.gigabytes:.1f} GB a chip, most of it {largest}"
-    more = plan.step - found.step
-    if abs(more) <= 1e-6 * found.step:
+    more = plan.step - best.step
+    if abs(more) <= 1e-6 * best.step:
         return "as fast"
     if more < 0:
         return f"{-more:.2f} s shorter"
-    said = f"{more:.2f} s longer"
-    if plan.lag < found.lag:
-        said += ", as all else waits for generation"
-    extra = [one - other for one, other in zip(plan.stages, found.stages, strict=True)]
+    reason = f"{more:.2f} s longer"
+    if plan.lag < best.lag:
+        reason += ", as all else waits for generation"
+    extra = [one - other for one, other in zip(plan.stages, best.stages, strict=True)]
     stage = memory_parts.STAGE_NAMES[extra.index(max(extra))]
     if max(extra) <= 0:
-        return said
+        return reason
     calls = [call for call in plan.calls if call.endswith(stage)]
-    longer = {call: plan.calls[call] - found.calls[call] for call in calls}
+    longer = {call: plan.calls[call] - best.calls[call] for call in calls}
     call = max(longer, key=lambda name: longer[name])
     if longer[call] <= 0:
-        return f"{said}; calls of {stage} share devices, and wait for each other"
-    return f"{said}; {call} takes {plan.calls[call]:.2f} s, not {found.calls[call]:.2f} s"
+        return f"{reason}; calls of {stage} share devices, and wait for each other"
+    return f"{reason}; {call} takes {plan.calls[call]:.2f} s, not {best.calls[call]:.2f} s"

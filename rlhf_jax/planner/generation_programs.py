@@ -1,4 +1,4 @@
-"""Describe the programs of generation, with what formulas say of each."""
+"""Describe the programs of generation, with the predictions of formulas."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from rlhf_jax.memory.sizes import PlannedRun, row_share
 from rlhf_jax.mesh import FLOAT32
 from rlhf_jax.placement.transfer import layer_programs
 from rlhf_jax.planner import shapes
-from rlhf_jax.planner.placed_calls import CallProgram, Foreseen, PlacedCalls
+from rlhf_jax.planner.placed_calls import CallProgram, PlacedCalls, Predicted
 from rlhf_jax.planner.search.collectives import received_bytes
 from rlhf_jax.planner.search.costs import forward_flops
 from rlhf_jax.runtime.compilation import Execute
 from rlhf_jax.types import ModelConfig, Strategy
 
-# Layers of which a program is compiled. What is at work changes from the first to the second, as a
-# layer's weights come while the one before is at work, and hardly from then on.
+# Layers for which a program is compiled. The working memory changes from the first to the second,
+# as a layer's weights arrive while the previous one is at work, and hardly from then on.
 COMPILED_LAYERS = (2, 3)
-# A TPU's prefill has 16 MB more at work in the third layer of 8B than in the second, 2.6 MB more in
-# the fourth, and 1.2 MB in the fifth.
+# A TPU's prefill uses 16 MB more in the third layer of 8B than in the second, 2.6 MB more in the
+# fourth, and 1.2 MB in the fifth.
 PREFILL_LAYERS = (3, 4)
-# Parts of generation that no round is given.
-BESIDE_ROUNDS = ("models that score beside it", "student, for generation", "prefilled prompts")
-# And what is given to no prefill, to no draft cache that catches up, and to no drafts.
+# Resident parts of generation that are not inputs of a round.
+RESIDENT_IN_ROUNDS = ("models that score meanwhile", "student, for generation", "prefilled prompts")
+# The same for prefill, for the catch-up of a draft cache, and for drafts.
 CACHES = ("key-value cache of the policy", "key-value cache of the drafter", "earlier responses")
-BESIDE_PREFILL = (BESIDE_ROUNDS[0], *CACHES)
-BESIDE_CATCHING_UP = (BESIDE_ROUNDS[0], BESIDE_ROUNDS[2], "policy, for generation")
-BESIDE_DRAFTS = (*BESIDE_CATCHING_UP, CACHES[0], CACHES[2])
+RESIDENT_IN_PREFILL = (RESIDENT_IN_ROUNDS[0], *CACHES)
+RESIDENT_IN_CATCH_UP = (RESIDENT_IN_ROUNDS[0], RESIDENT_IN_ROUNDS[2], "policy, for generation")
+BESIDE_DRAFTS = (*RESIDENT_IN_CATCH_UP, CACHES[0], CACHES[2])
 
 
 def arrivals(calls: PlacedCalls) -> Iterator[CallProgram]:
-    """Yield what brings a layer of the policy to generation."""
+    """Yield the programs that move a layer of the policy to generation."""
     model = calls.models.policy
     source = calls.run("policy_training").layout
     layout = calls.layouts["generation"]
@@ -64,14 +64,14 @@ def arrivals(calls: PlacedCalls) -> Iterator[CallProgram]:
             "generation",
             "a layer comes" if leaves else "a layer is recut",
             lambda execute, _, program=program: program.run(execute),
-            Foreseen(program.device_bytes(itemsize), received=program.received_bytes(itemsize)),
-            beside=always + coming * (not (leaves and apart)) - leaves * program.arguments,
+            Predicted(program.device_bytes(itemsize), received=program.received_bytes(itemsize)),
+            resident=always + coming * (not (leaves and apart)) - leaves * program.arguments,
             depth=model.num_layers,
         )
 
 
 def prefill(calls: PlacedCalls) -> CallProgram:
-    """Return what computes the caches of as many prompts as are prefilled at one time."""
+    """Return the program that prefills the most prompts of one call."""
     run = calls.run("generation")
     layout = run.layout
     models = [model for model in calls.models[:2] if model]
@@ -85,7 +85,7 @@ def prefill(calls: PlacedCalls) -> CallProgram:
     held = unread = 0
     sent = 0.0
     for model in models:
-        # no head is read, and of the last layer only what makes keys and values
+        # the head is not used, and of the last layer only keys and values
         whole = run.weights(model, role="generation")
         last = 2 * model.width * run.tensor_share(model.num_kv_heads) * model.head_dim
         read = headless(run, model) - run.gathered(model) + last * layout.dtype.itemsize
@@ -96,12 +96,12 @@ def prefill(calls: PlacedCalls) -> CallProgram:
         "generation",
         "prefill",
         functools.partial(run_prefill, calls, rows, width),
-        Foreseen(
+        Predicted(
             held + prompts + work,
             sum(forward_flops(model, rows, width, predicted=0) for model in models),
             sent,
         ),
-        beside=calls.always("generation", BESIDE_PREFILL, but="drafter") + unread,
+        resident=calls.always("generation", RESIDENT_IN_PREFILL, but="drafter") + unread,
         depth=calls.models.policy.num_layers,
         compiled_layers=PREFILL_LAYERS,
     )
@@ -135,13 +135,13 @@ def run_prefill(calls: PlacedCalls, rows: int, width: int, execute: Execute, dep
 
 
 def _decoded(calls: PlacedCalls) -> DecodeState:
-    """Return the shapes of what a slice decodes."""
+    """Return the shapes of a slice's decoding state."""
     run = calls.run("generation")
     return shapes.row_shapes(lambda: estimate.decode_state(run), run.layout)
 
 
 def drafts(calls: PlacedCalls) -> Iterator[CallProgram]:
-    """Yield what a draft model drafts of most nodes, and a turn in which its cache catches up."""
+    """Yield a draft model's programs: the most nodes of a draft, and a step of catch-up."""
     run = calls.run("generation")
     drafter = calls.models.drafter
     strategies = [
@@ -155,7 +155,7 @@ def drafts(calls: PlacedCalls) -> Iterator[CallProgram]:
     fed = len(set(strategy.parents))  # nodes with children
     rows = calls.config.generation.max_rows
     state = estimate.decode_state(run)
-    # Where no kernel attends, a TPU's products want keys and values in another order.
+    # Without an attention kernel, a TPU's products need keys and values in another order.
     plain = run.layout.kernels.tree_attention == "reference" and run.layout.platform == "tpu"
     held = run.weights(drafter, role="generation") + (1 + plain) * run.rows(state.draft)
     own = row_share(rows, run.layout)
@@ -170,23 +170,23 @@ def drafts(calls: PlacedCalls) -> Iterator[CallProgram]:
     yield program(
         "catching up",
         functools.partial(run_drafter, calls, strategy, MODEL.catch_up),
-        foreseen=Foreseen(
+        predicted=Predicted(
             headless(run, drafter) + run.rows(state),
             rows * CATCH_UP_TOKENS * (of_token - head),
             CATCH_UP_TOKENS * sent,
         ),
-        beside=calls.always("generation", BESIDE_CATCHING_UP, but="drafter"),
+        resident=calls.always("generation", RESIDENT_IN_CATCH_UP, but="drafter"),
     )
     # a token before the root is fed, too
     yield program(
         f"drafts of {len(strategy.parents) + 1} nodes",
         functools.partial(run_drafter, calls, strategy, MODEL.propose),
-        foreseen=Foreseen(
+        predicted=Predicted(
             held + 2 * logits,
             rows * ((fed + 1) * of_token - head),
             (fed + 1) * sent + fed * drawing_bytes(run, rows),
         ),
-        beside=calls.always("generation", BESIDE_DRAFTS, but="drafter"),
+        resident=calls.always("generation", BESIDE_DRAFTS, but="drafter"),
     )
 
 
@@ -197,7 +197,7 @@ def run_drafter(
     execute: Execute,
     depth: int,
 ) -> object:
-    """Run what a draft model's first layers do for all rows of a slice, by the drafter's verb."""
+    """Run a draft model's first layers for all rows of a slice, by the drafter's method."""
     own = calls.shallower("drafter", depth)
     layout = calls.run("generation").layout
     context = DraftContext(
@@ -212,18 +212,18 @@ def run_drafter(
 
 
 def truncation(calls: PlacedCalls) -> Truncation:
-    """Return which tokens may be drawn."""
+    """Return the truncation of the sampled distribution."""
     generation = calls.config.generation
     return Truncation(generation.top_k, generation.top_p)
 
 
 def rounds(calls: PlacedCalls) -> Iterator[CallProgram]:
-    """Yield plain decoding, or the shortest round, and the one that verifies most drafts."""
+    """Yield plain decoding, or the shortest round, and the round that verifies most drafts."""
     run = calls.run("generation")
     candidates = drafting.strategies(calls.config)
     state = run.rows(estimate.decode_state(run))
     weights = run.weights(calls.models.policy, role="generation")
-    beside = calls.always("generation", BESIDE_ROUNDS)
+    resident = calls.always("generation", RESIDENT_IN_ROUNDS)
     counts = candidates.nodes.tolist()
     for nodes in dict.fromkeys((min(counts), estimate.most_nodes(calls.config, run.layout))):
         work = estimate.round_bytes(run, estimate.decode_state(run), nodes)
@@ -232,8 +232,8 @@ def rounds(calls: PlacedCalls) -> Iterator[CallProgram]:
             "generation",
             f"round of {nodes} node{'s' * (nodes > 1)}",
             functools.partial(run_nodes, calls, candidates.strategies[counts.index(nodes)]),
-            Foreseen(weights + state + work, flops, sent),
-            beside=beside,
+            Predicted(weights + state + work, flops, sent),
+            resident=resident,
             depth=calls.models.policy.num_layers,
             compiled_layers=COMPILED_LAYERS,
         )
@@ -253,7 +253,7 @@ def round_work(calls: PlacedCalls, nodes: int) -> tuple[float, float]:
 
 
 def drawing_bytes(run: PlannedRun, nodes: int) -> float:
-    """Return the bytes that a device receives to draw a token at each of so many nodes of a slice.
+    """Return the bytes that a device receives to draw a token at each node of a slice.
 
     Logits of the drawn block, in float32, are on one part of the vocabulary, and go to all.
     """
@@ -282,7 +282,7 @@ def run_nodes(calls: PlacedCalls, strategy: Strategy, execute: Execute, depth: i
         logits,
         shapes.repeated(jax.eval_shape(lambda: nodes), layout),
         truncation=truncation(calls),
-        stop_tokens=(0,),  # how many there are is nothing to its memory
+        stop_tokens=(0,),  # their number does not matter for memory
         rule=generation.acceptance,
         verified=strategy.packed,
         layout=layout,

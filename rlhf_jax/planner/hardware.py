@@ -1,4 +1,4 @@
-"""Devices that are named and need not be here: how many, of which kind, with how much memory."""
+"""Describe absent devices by name: number, kind and memory."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import NamedTuple
 
 from rlhf_jax.planner.chips import GPUS, TOPOLOGIES, TPUS, Chip, read_chip
 
-MOST = 1 << 20  # devices that a name may stand for
+MOST = 1 << 20  # most devices of a name
 EXAMPLES = "v5p:4x4x4 (TPU chips), gpu:8x8:h100 (nodes x GPUs), gpu:8:h100, v5p-8 (a TPU product)"
 
 
 class Hardware(NamedTuple):
-    """Describe devices of one kind, as `jax.Device` describes one."""
+    """Describe devices of one kind, like a `jax.Device`."""
 
     platform: str  # "cpu", "gpu" or "tpu"
     device_kind: str
     count: int
-    gigabytes: float  # of one device, in 10^9 bytes; 0 where nobody knows
+    gigabytes: float  # of one device, in 10^9 bytes; 0 if unknown
     compute_capability: float = 0.0  # of a GPU
     nodes: int = 1
-    chip: Chip | None = None  # what one can do, where that is known
-    topology: str = ""  # of a TPU's slice, as its compiler names it, where that is said
+    chip: Chip | None = None  # figures of one device, if known
+    topology: str = ""  # of a TPU's slice, as its compiler names it, if given
 
     @property
     def torus(self) -> tuple[int, ...]:
-        """Return the chips along each axis of a TPU's slice; () where nobody knows.
+        """Return the chips along each axis of a TPU's slice; () if unknown.
 
-        A product has the usual one of so many chips.
+        A product has the usual topology for its number of chips.
         """
         shape = self.topology.partition(":")[2]
         if not shape and self.platform == "tpu" and self.chip is not None:
@@ -39,24 +39,24 @@ class Hardware(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return what its compiler compiles for, such as v5p:4x4x4 or gpu:2x8:h100."""
+        """Return the compiler's name of the target, such as v5p:4x4x4 or gpu:2x8:h100."""
         in_node = self.count // self.nodes
         return self.topology or f"{self.platform}:{self.nodes}x{in_node}:{self.device_kind.lower()}"
 
     def measured(self, path: Path) -> Hardware:
-        """Return the devices with a chip's measured figures from a file in place of the table's."""
+        """Return the devices with a chip's measured figures from a file instead of the table's."""
         chip = read_chip(path, self.chip)
         capability = chip.compute_capability
         return self._replace(chip=chip, gigabytes=chip.gigabytes, compute_capability=capability)
 
     def part(self, count: int) -> Hardware:
-        """Return so many of the devices, on as few nodes as hold them."""
+        """Return the hardware of a part with `count` devices, on as few nodes as possible."""
         return self._replace(count=count, nodes=-(-count * self.nodes // self.count))
 
     def with_network(self, gigabits: float) -> Hardware:
-        """Return the same devices, each with so many gigabits a second of its node's network.
+        """Return the same devices with a given network bandwidth of a node, in gigabits per device.
 
-        Raises ValueError where nothing goes over a network.
+        Raises ValueError if nothing goes over a network.
         """
         if self.platform != "gpu" or self.nodes == 1 or self.chip is None:
             raise ValueError(
@@ -76,13 +76,13 @@ class Hardware(NamedTuple):
 # (cloud.google.com/tpu/docs/system-architecture-tpu-vm).
 CORES = {"v4": 2, "v5p": 2, "v7x": 2}
 PRODUCTS = {"v5litepod": "v5e", "tpu7x": "v7x"}  # other names of a kind
-COMPILED_AS = {"v7x": "tpu7x"}  # names that the compiler has for a kind
+COMPILED_AS = {"v7x": "tpu7x"}  # the compiler's names of kinds
 
 
 def parse_hardware(text: str) -> Hardware:
-    """Return the devices that a text names; raise ValueError, with examples, where it names none.
+    """Return the devices that a text names; raise ValueError, with examples, if it names none.
 
-    `v5p:4x4x4` are TPU chips in a topology, `v5p:64` so many in their usual one, `v5p-128` a
+    `v5p:4x4x4` are TPU chips in a topology, `v5p:64` this many in their usual one, `v5p-128` a
     product, whose number counts TensorCores for some kinds; `gpu:8x8:h100` nodes times GPUs;
     `cpu:4` devices of a CPU.
     """
@@ -116,7 +116,7 @@ def parse_hardware(text: str) -> Hardware:
         if kind == "cpu" and not model:
             return Hardware("cpu", "cpu", count, 0.0)
     raise ValueError(
-        f"There are no devices {text!r}: say {EXAMPLES}; TPUs are {', '.join(TPUS)}, GPUs"
+        f"There are no devices {text!r}: give {EXAMPLES}; TPUs are {', '.join(TPUS)}, GPUs"
         f" {', '.join(GPUS)}."
     )
 

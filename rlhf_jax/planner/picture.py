@@ -1,4 +1,4 @@
-"""Draw when each call of a plan is predicted to run, as an SVG that stands alone."""
+"""Draw the predicted times of a plan's calls, as a standalone SVG."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlhf_jax.planner.search.schedule import Event
 from rlhf_jax.report.charts import Lane, complete_svg, lanes_chart
 from rlhf_jax.report.scales import axis_number, share
 
-ARRIVING = "weights"  # the class and the legend's word of weights on their way
+ARRIVING = "weights"  # the class and the legend's label of weights in transfer
 CALL_COLOURS = {
     "generation": "#2a6fdb",
     "reward_inference": "#b9770e",
@@ -25,7 +25,7 @@ CALL_COLOURS = {
 def timeline_svg(priced: PricedPlan, devices: str) -> str:
     """Return an SVG of the first iterations: a lane for each range of devices with the same calls.
 
-    devices: what they are, for the title.
+    devices: their name, for the title.
     """
     right = max(event.ended for event in priced.events)
     devices_of = [event.devices for event in priced.events]
@@ -46,7 +46,7 @@ def timeline_svg(priced: PricedPlan, devices: str) -> str:
 
 
 def name_of(event: Event) -> str:
-    """Return the class of an event's bar: its call, or weights on their way."""
+    """Return the class of an event's bar: its call, or weights in transfer."""
     return ARRIVING if event.receives else event.call
 
 

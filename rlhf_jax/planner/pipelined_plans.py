@@ -19,13 +19,13 @@ from rlhf_jax.planner.search.pipelines import JointTraining, placements_of, poli
 from rlhf_jax.planner.search.schedule import Option, Problem
 from rlhf_jax.setup.validation import check_pipelined_training
 
-PIPELINED = "pipelined"  # what the best plan that trains as pipelines is called
-PIPELINED_SECONDS = 20.0  # of the CPU, in which the other calls of such a plan are to be placed
-COMPARED_ROWS = 64  # of a micro-batch that trainings are compared for
+PIPELINED = "pipelined"  # name of the best plan that trains as pipelines
+PIPELINED_SECONDS = 20.0  # CPU seconds to place the other calls of such a plan
+COMPARED_ROWS = 64  # largest micro-batch, in rows, for which trainings are compared
 
 
 class PipelinedTraining(NamedTuple):
-    """Hold one way to train as pipelines, and what that takes."""
+    """Hold one way to train as pipelines, and its costs."""
 
     placements: dict[str, Placement]  # of the calls that train, by name
     joint: JointTraining
@@ -33,25 +33,25 @@ class PipelinedTraining(NamedTuple):
 
 
 class TrainingComparison(NamedTuple):
-    """Hold seconds in which a step's updates are made: as pipelines, and by FSDP and TP."""
+    """Hold the seconds of a step's updates: as pipelines, and by FSDP and TP."""
 
     tokens: float  # of a chip and optimizer step, at full length
     crossover: float  # tokens below which pipelines are expected to be faster
     pipelined: PipelinedTraining  # the fastest
-    pipelined_rows: int  # the training.microbatch_rows with which it is
+    pipelined_rows: int  # its training.microbatch_rows
     sharded: dict[str, Option]  # the fastest of FSDP and TP, by call
     sharded_seconds: float
-    sharded_rows: int  # the training.microbatch_rows with which it is
-    in_turn_seconds: float  # of the fastest with one model after the other on all chips
+    sharded_rows: int  # its training.microbatch_rows
+    in_turn_seconds: float  # with one model after the other on all chips
 
     @property
     def gain(self) -> float:
-        """Return how many times as fast as FSDP and TP pipelines are."""
+        """Return the speed of pipelines over FSDP and TP."""
         return self.sharded_seconds / self.pipelined.joint.fused
 
 
 def why_not_pipelined(hardware: Hardware) -> str:
-    """Say why pipelines are left out where all chips have links of their own; '' elsewhere."""
+    """Return why pipelines are left out if all chips have their own links; '' otherwise."""
     if hardware.platform == "gpu" and hardware.nodes > 1:
         return ""
     return (
@@ -63,12 +63,12 @@ def why_not_pipelined(hardware: Hardware) -> str:
 def best_pipelined(prices: PlanPrices) -> FoundPlan:
     """Return the best plan that trains as pipelines, with all other calls placed by a search.
 
-    Pipelines have all devices or, beside generation, the end of them. The gap is that of the
-    schedule and of where other calls are. Raises ValueError where there is none.
+    Pipelines have all devices or, next to generation, the last of them. The gap is that of the
+    schedule and of the placement of other calls. Raises ValueError if there is none.
     """
     check_pipelined_training(prices.config)
     best = math.inf
-    found = []
+    plans = []
     bounds = []
     for remat, problem in prices.problems.items():
         space = prices.spaces[remat]
@@ -77,23 +77,23 @@ def best_pipelined(prices: PlanPrices) -> FoundPlan:
             options = {call: [option] for call, option in joint.items()}
             own = dataclasses.replace(problem, options={**problem.options, **options})
             result = search(own, best, PIPELINED_SECONDS / len(prices.problems))
-            # what is not found is no shorter than the best, but a better schedule might be
+            # a placement not found is no shorter than the best, but a better schedule might be
             bounds.append((result.bound if result else best) - one.joint.fused + one.joint.least)
             if result is not None and result.placed:
                 best = result.seconds
                 plan = space.plan(result.placed)
-                found.append(prices.price(PIPELINED, plan))
-    if not found:
+                plans.append(prices.price(PIPELINED, plan))
+    if not plans:
         raise ValueError(
             f"no stages divide {prices.hardware} and the layers of policy and critic, or none fit"
         )
-    chosen = min(found, key=lambda one: (not one.fits, one.step))
+    chosen = min(plans, key=lambda one: (not one.fits, one.step))
     gap = max(0.0, 1.0 - min(bounds) / chosen.step)
     return FoundPlan(chosen, gap if gap > 1e-9 else 0.0)
 
 
 def pipelined_trainings(space: SearchSpace) -> list[PipelinedTraining]:
-    """Return the ways to train as pipelines that no other betters in seconds and memory."""
+    """Return the ways to train as pipelines that are Pareto-optimal in seconds and memory."""
     kept: list[PipelinedTraining] = []
     for placements, joint in _joint_trainings(space):
         memory = sum(space.held_bytes(placements))
@@ -109,9 +109,9 @@ def pipelined_trainings(space: SearchSpace) -> list[PipelinedTraining]:
 
 
 def _joint_trainings(space: SearchSpace) -> list[tuple[dict[str, Placement], JointTraining]]:
-    """List the ways to train as pipelines on all devices or, drawing ahead, on parts of them.
+    """List the ways to train as pipelines on all devices or, with prefetch, on parts of them.
 
-    First comes what may take the least seconds.
+    The one with the lowest bound comes first.
     """
     ways = []
     hardware = space.hardware
@@ -121,17 +121,19 @@ def _joint_trainings(space: SearchSpace) -> list[tuple[dict[str, Placement], Joi
             continue
         count = blocks * space.block_devices
         first = part_starts(blocks, space.blocks)[-1] * space.block_devices
-        own = dataclasses.replace(space.base, first=first, count=count)
-        for policy in policy_pipelines(own, node_chips, space.models):
-            found = placements_of(policy, space.models)
-            placements = {call: one for call, one in found.items() if call in space.calls}
+        base = dataclasses.replace(space.base, first=first, count=count)
+        for policy in policy_pipelines(base, node_chips, space.models):
+            placements_found = placements_of(policy, space.models)
+            placements = {
+                call: one for call, one in placements_found.items() if call in space.calls
+            }
             if placements:
                 ways.append((placements, space.joint(placements)))
     return sorted(ways, key=lambda pair: pair[1].quick_least)
 
 
 def fastest_pipelined(space: SearchSpace) -> PipelinedTraining | None:
-    """Return the fastest way to train as pipelines that fits; None where none does."""
+    """Return the fastest way to train as pipelines that fits; None if none does."""
     best: PipelinedTraining | None = None
     for placements, joint in _joint_trainings(space):
         if best and best.joint.fused <= joint.quick_least:
@@ -146,7 +148,7 @@ def fastest_pipelined(space: SearchSpace) -> PipelinedTraining | None:
 def compare_trainings(prices: PlanPrices) -> TrainingComparison | None:
     """Compare updates as pipelines with those by FSDP and TP, each with its best micro-batch.
 
-    Other calls are left out of account. None where one of the two does not fit.
+    Other calls are ignored. None if one of the two does not fit.
     """
     config = prices.config
     minibatch = derived.samples(config) // config.training.minibatches
@@ -155,10 +157,10 @@ def compare_trainings(prices: PlanPrices) -> TrainingComparison | None:
     of_shards: list[tuple[float, int, SearchResult]] = []
     in_turn = math.inf
     for rows in powers_of_two(min(minibatch, COMPARED_ROWS)):
-        own = copy.deepcopy(config)
-        own.training.update(microbatch_rows=rows, microbatch_tokens=0)
-        own.training.lag = 0
-        for space in dataclasses.replace(prices, config=own, held={}).spaces.values():
+        changed = copy.deepcopy(config)
+        changed.training.update(microbatch_rows=rows, microbatch_tokens=0)
+        changed.training.lag = 0
+        for space in dataclasses.replace(prices, config=changed, held={}).spaces.values():
             pipelined = fastest_pipelined(space)
             options = {call: list(space.options(call)) for call in calls}
             sharded = search(Problem(options, space.blocks, space.memory_limit))

@@ -1,7 +1,6 @@
-"""Describe the programs of models that train as pipelines, with what formulas say of each.
+"""Describe the programs of models that train as pipelines, with the predictions of formulas.
 
-Stages that are alike are one program: the first, one in the middle and the last of a copy are
-compiled.
+Equal stages are one program: the first, one in the middle and the last of a copy are compiled.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from rlhf_jax.memory.updates import KEPT, activation_bytes, largest_work
 from rlhf_jax.mesh import FLOAT32, bytes_per_device
 from rlhf_jax.placement.transfer import ends_programs
 from rlhf_jax.planner import shapes
-from rlhf_jax.planner.placed_calls import CallProgram, Foreseen, PlacedCalls
+from rlhf_jax.planner.placed_calls import CallProgram, PlacedCalls, Predicted
 from rlhf_jax.planner.search.collectives import received_bytes
 from rlhf_jax.planner.search.costs import Work
 from rlhf_jax.planner.search.pipelines import StageWorks, stage_works
@@ -33,7 +32,7 @@ from rlhf_jax.types import Model, ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class StageProgram:
-    """Hold a stage of a copy of a call's pipeline: its part of the model, and what it is given."""
+    """Hold a stage of a copy of a call's pipeline: its part of the model, and its inputs."""
 
     calls: PlacedCalls  # of one copy
     call: str
@@ -44,7 +43,7 @@ class StageProgram:
 
     @property
     def run(self) -> PlannedRun:
-        """Return the run as the stage sees it, which keeps all that its layers compute."""
+        """Return the run for the stage, which keeps all results of its layers."""
         layout = dataclasses.replace(self.stage.settings.layout, role="training")
         return dataclasses.replace(
             self.calls.run(self.call), layout=layout, layouts={}, remat=False
@@ -52,7 +51,7 @@ class StageProgram:
 
     @property
     def batch(self) -> Any:
-        """Return the shapes of what the stage reads of a micro-batch."""
+        """Return the shapes of the stage's part of a micro-batch."""
         rows = derived.microbatch_rows(self.calls.config)
         layout = self.stage.settings.layout
         made = shapes.micro_batch_shapes(self.calls.config, layout, rows, self.reads)
@@ -60,7 +59,7 @@ class StageProgram:
 
     @property
     def hidden(self) -> jax.ShapeDtypeStruct:
-        """Return the shape of what stages give each other, as it travels."""
+        """Return the shape of the hidden states between stages, as they travel."""
         layout = self.stage.settings.layout
         rows = derived.microbatch_rows(self.calls.config)
         packed = shapes.packed_shapes(self.calls.config, layout, rows, ())
@@ -74,11 +73,11 @@ class StageProgram:
         return execute(stages.forward, self.part, given, self.batch, stage=self.stage)
 
     def backward(self, execute: Execute, _: int) -> object:
-        """Run the gradient of a later micro-batch: the sum so far is there."""
+        """Run the gradient of a later micro-batch, with an existing sum."""
         given = None if self.stage.reads_tokens else self.hidden
-        pulled = None if self.stage.loss else self.hidden
-        own = RunningStage(self.stage, self.part)
-        return run_backward(own, given, self.batch, pulled, execute)
+        cotangent = None if self.stage.loss else self.hidden
+        running = RunningStage(self.stage, self.part)
+        return run_backward(running, given, self.batch, cotangent, execute)
 
     def forward_bytes(self) -> float:
         """Return a device's bytes in a forward pass, arguments included."""
@@ -105,33 +104,36 @@ class StageProgram:
 
 
 def pipelined_updates(calls: PlacedCalls, call: str) -> Iterator[CallProgram]:
-    """Yield what brings its ends to a stage, what stages compute, and how copies are summed."""
+    """Yield the programs that place a stage's ends, those of stages, and the sum over copies."""
     weights = shapes.model_shapes(calls.model(call), calls.run(call).layout, FLOAT32)
     learner = calls.learner(call)
     copies = stages.copies_of(learner)
     config = copy.deepcopy(calls.config)
     rows = max(1, derived.microbatch_rows(config) // len(copies))
     config.training.update(microbatch_rows=rows, microbatch_tokens=0)
-    own = dataclasses.replace(calls, config=config)
+    calls_of_copy = dataclasses.replace(calls, config=config)
     of_copy = stages.stages_of(copies[0])
     model = stages.model_of_copy(weights, copies[0], learner)
     parts = stages.cut(model, of_copy)
     whole = calls.model(call)
     shallow = dataclasses.replace(whole, num_layers=whole.num_layers // len(of_copy))
     works = stage_works(calls.placed(call), whole)
-    # Pipelines run at once: the gradients of both are there, and what their stages have to keep.
-    beside = calls.always(call, ["gradients, float32", KEPT])
+    # Pipelines run at once: the gradients of both are resident, and the inputs kept by their
+    # stages.
+    resident = calls.always(call, ["gradients, float32", KEPT])
     for index in sorted({0, min(1, len(of_copy) - 2), len(of_copy) - 1}):
-        program = StageProgram(own, call, of_copy[index], parts[index], shallow, calls.reads)
-        yield from _ends(calls, call, model, of_copy[index], beside)
-        yield from _tasks(program, works, beside)
-    yield from _summed_copies(calls, call, learner, weights, beside)
+        program = StageProgram(
+            calls_of_copy, call, of_copy[index], parts[index], shallow, calls.reads
+        )
+        yield from _ends(calls, call, model, of_copy[index], resident)
+        yield from _tasks(program, works, resident)
+    yield from _summed_copies(calls, call, learner, weights, resident)
 
 
 def _ends(
-    calls: PlacedCalls, call: str, model: Model, stage: Stage, beside: float
+    calls: PlacedCalls, call: str, model: Model, stage: Stage, resident: float
 ) -> Iterator[CallProgram]:
-    """Yield what brings the embedding or the head to a stage that has it."""
+    """Yield the programs that move the embedding or the head to a stage that has it."""
     ends = dataclasses.replace(stage.without_others(model), layers=(), norm=None)
     layout = stage.settings.layout
     itemsize = layout.dtype.itemsize
@@ -140,14 +142,14 @@ def _ends(
             call,
             "an embedding comes" if stage.reads_tokens else "a head comes",
             lambda execute, _, program=program: program.run(execute),
-            Foreseen(program.device_bytes(itemsize), received=program.received_bytes(itemsize)),
-            beside=beside - program.arguments,
+            Predicted(program.device_bytes(itemsize), received=program.received_bytes(itemsize)),
+            resident=resident - program.arguments,
             depth=1,
         )
 
 
-def _tasks(program: StageProgram, works: StageWorks, beside: float) -> Iterator[CallProgram]:
-    """Yield the forward and the backward of a stage; the last one has a backward alone."""
+def _tasks(program: StageProgram, works: StageWorks, resident: float) -> Iterator[CallProgram]:
+    """Yield the forward and the backward of a stage; the last one has only a backward."""
     first = program.stage.reads_tokens
     last = program.stage.loss is not None
     name = "first" if first else "last" if last else "middle"
@@ -156,18 +158,18 @@ def _tasks(program: StageProgram, works: StageWorks, beside: float) -> Iterator[
         held_bytes(program.hidden) * program.run.layout.extent("tensor"),
         program.run.layout.extent("tensor"),
     )
-    own = held_bytes(program.part.layers) + held_bytes(program.part.layers, FLOAT32)
+    held = held_bytes(program.part.layers) + held_bytes(program.part.layers, FLOAT32)
     config = program.calls.config
     layout = program.stage.settings.layout
 
     def task(kind: str, work: Work, size: float, hops: int, run: Any) -> CallProgram:
-        """Return the program of a task, which gathers hidden states of so many neighbours."""
+        """Return the program of a task that gathers hidden states from some neighbours."""
         return CallProgram(
             program.call,
             f"{name} stage {kind}",
             run,
-            Foreseen(size, work.flops, work.traffic.total + hops * gathered),
-            beside=beside - own,
+            Predicted(size, work.flops, work.traffic.total + hops * gathered),
+            resident=resident - held,
             depth=program.config.num_layers,
             turns=shapes.pairs_of_texts(config, layout, derived.microbatch_rows(config)),
         )
@@ -182,28 +184,28 @@ def _tasks(program: StageProgram, works: StageWorks, beside: float) -> Iterator[
 
 
 def _summed_copies(
-    calls: PlacedCalls, call: str, learner: Learner, weights: Model, beside: float
+    calls: PlacedCalls, call: str, learner: Learner, weights: Model, resident: float
 ) -> Iterator[CallProgram]:
-    """Yield what sums the gradients of several copies, once a minibatch."""
+    """Yield the programs that sum the gradients of several copies, once per minibatch."""
     copies = stages.copies_of(learner)
     if len(copies) == 1:
         return
     layout = learner.settings.layout
     held = held_bytes(weights)
     parts = [stages.model_of_copy(weights, copy, learner) for copy in copies]
-    found = [Gradient(part, {}) for part in parts]  # without the metrics
+    gradients = [Gradient(part, {}) for part in parts]  # without the metrics
     yield CallProgram(
         call,
         "sum of copies",
-        lambda execute, _: stages.sum_copies(found, layout, execute),
-        Foreseen(held, received=received_bytes("all-reduce", held, len(copies))),
-        beside=beside,
+        lambda execute, _: stages.sum_copies(gradients, layout, execute),
+        Predicted(held, received=received_bytes("all-reduce", held, len(copies))),
+        resident=resident,
         depth=calls.model(call).num_layers,
     )
 
 
 def held_bytes(tree: Any, dtype: Any = None) -> int:
-    """Return the bytes that a device holds of shapes that know where they lie, in another dtype."""
+    """Return the bytes of placed shapes on a device, in another dtype."""
     if dtype is not None:
         tree = jax.tree.map(lambda leaf: leaf.update(dtype=dtype), tree)
     return bytes_per_device(tree, jax.tree.map(lambda leaf: leaf.sharding, tree))

@@ -1,4 +1,4 @@
-"""Hold the calls of a plan on devices that need not be here, and describe their programs."""
+"""Hold the calls of a plan on absent devices, and describe their programs."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
 
-class Foreseen(NamedTuple):
-    """Hold what formulas say of one run of a program."""
+class Predicted(NamedTuple):
+    """Hold the predictions of formulas for one run of a program."""
 
     bytes: float  # of a device, arguments included
     flops: float = 0.0  # of matrix products, on all devices together
@@ -41,35 +41,35 @@ class Foreseen(NamedTuple):
 
 
 class CallProgram(NamedTuple):
-    """Describe one program of a call: how it is run, traced or compiled, and what it takes."""
+    """Describe one program of a call: its code, for tracing or compiling, and its costs."""
 
     call: str
     name: str
-    # The code of a run, given shapes of a model of so many layers: this program is its last.
+    # The code of a run, given shapes of a model with a number of layers: this program is its last.
     run: Callable[[Execute, int], object]
-    foreseen: Foreseen
-    beside: float  # bytes of a device that are there, too, while it runs
+    predicted: Predicted
+    resident: float  # other bytes on a device while it runs
     depth: int  # layers of the model
-    # where each layer is a part of the program: of how many it is compiled, twice
+    # if each layer is a part of the program: the two numbers of layers for which it is compiled
     compiled_layers: tuple[int, ...] = ()
-    turns: int = 1  # of loops whose turns are data: pairs of blocks of a line that are attended in
+    turns: int = 1  # iterations of data-dependent loops: attended pairs of blocks of a line
 
     def flops(self, traced: Traced) -> int:
         """Count the FLOPs of the traced program, on all devices together."""
         return jaxpr_flops(traced.jaxpr, self.turns)
 
     def trace(self, depth: int) -> Traced:
-        """Trace the program for a model of so many layers; its devices need not be here."""
+        """Trace the program for a model of some depth; its devices may be absent."""
         traced: list[Traced] = []
 
         def execute(function: jax.stages.Wrapped, *arguments: Any, **options: Any) -> Any:
-            """Trace a program in place of running it, and return its results as shapes."""
+            """Trace a program instead of running it, and return its results as shapes."""
             traced.append(function.trace(*arguments, **options))
-            found = traced[-1].out_info
-            if isinstance(found, Gradient) and "layout" in options:  # to which sums are held
-                places = model_shardings(found, options["layout"])
-                return shapes.placed(found, places)
-            return found
+            results = traced[-1].out_info
+            if isinstance(results, Gradient) and "layout" in options:  # the sharding of sums
+                places = model_shardings(results, options["layout"])
+                return shapes.placed(results, places)
+            return results
 
         self.run(execute, depth)
         return traced[-1]
@@ -92,7 +92,7 @@ class PlacedCalls:
         return self.plan.layouts(self.devices)
 
     def run(self, call: str) -> PlannedRun:
-        """Return the run as a call sees it; generation as one slice does."""
+        """Return the run for a call; for generation, that of one slice."""
         layout = self.layouts[call]
         if call == "generation":
             layout = layout.split()[0]
@@ -108,13 +108,13 @@ class PlacedCalls:
         return self.models.of(call)[0]
 
     def shallower(self, role: str, depth: int) -> PlacedCalls:
-        """Return the calls with the first layers alone of a model: of the policy or the drafter."""
+        """Return the calls with only the first layers of the policy or the drafter."""
         model = dataclasses.replace(getattr(self.models, role), num_layers=depth)
         return dataclasses.replace(self, models=self.models._replace(**{role: model}))
 
     @property
     def trained(self) -> list[str]:
-        """Return the calls that train, in the order in which gradients are taken."""
+        """Return the training calls, in the order of their gradients."""
         learning = derived.learning_calls(self.config)
         return [call for call in self.plan.placements if call in learning]
 
@@ -124,7 +124,7 @@ class PlacedCalls:
         return tuple(name for call in self.trained for name in self.learner(call).loss.reads)
 
     def learner(self, call: str) -> Learner:
-        """Return how the model of a call is trained, at one rate."""
+        """Return the learner of a call's model, with a constant rate."""
         training = self.config.training
         optimizer = make_optimizer(
             training.learning_rate,
@@ -136,21 +136,21 @@ class PlacedCalls:
         return Learner(role, algorithm_of(self.config).losses[role], optimizer, settings)
 
     def waiting(self, call: str, others: Sequence[str]) -> int:
-        """Return the bytes of gradients of other calls that lie on a call's devices."""
+        """Return the bytes of other calls' gradients on a call's devices."""
         own = set(self.plan.placements[call].devices)
         there = [one for one in others if own & set(self.plan.placements[one].devices)]
         return sum(self.run(one).weights(self.model(one), FLOAT32) for one in there)
 
     def parts(self, call: str) -> list[Part]:
         """Return the parts of memory on the fullest of a call's devices."""
-        found = estimate.by_group(self.config, self.models, self.plan, self.layouts, self.remat)
-        there = [parts for calls, parts in found if call in calls]
+        groups = estimate.by_group(self.config, self.models, self.plan, self.layouts, self.remat)
+        there = [parts for calls, parts in groups if call in calls]
         return max(there, key=lambda parts: memory_parts.peak(parts)[1])
 
     def always(self, call: str, named: Collection[str] = (), but: str = "") -> int:
         """Return the bytes that the fullest of a call's devices holds from step to step.
 
-        named: parts that are there besides. but: one that always is, and is left out.
+        named: parts that are resident in addition. but: a part to leave out.
         """
         parts = [part for part in self.parts(call) if part.name != but]
         besides = sum(part.bytes for part in parts if part.name in named)

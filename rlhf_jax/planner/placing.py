@@ -1,4 +1,4 @@
-"""Place the samples of a simulated stage on its slices: by rules, and as a run does."""
+"""Place the samples of a simulated stage on its slices: by rules, or as a run does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Predict = Callable[[SimulatedStage, np.ndarray], np.ndarray]  # tokens left [m, 
 
 
 def from_lists(lists: list[np.ndarray]) -> Policy:
-    """Return a policy by which each slice takes its own samples, in order, as rows come free."""
+    """Return a policy by which each slice takes its own samples, in order, as rows become free."""
     taken = [0] * len(lists)
 
     def policy(stage: SimulatedStage) -> Reallocation:
@@ -30,7 +30,7 @@ def from_lists(lists: list[np.ndarray]) -> Policy:
 
 
 def static(slices: int, count: int) -> Policy:
-    """Return a policy that leaves as many samples on each slice, whatever their lengths."""
+    """Return a policy that gives each slice the same number of samples, whatever their lengths."""
     return from_lists(np.array_split(np.arange(count), slices))
 
 
@@ -59,9 +59,9 @@ def even(stage: SimulatedStage) -> Reallocation:
 
 
 def ours(predict: Predict, scoring: float = 0.0) -> Policy:
-    """Return the policy of a run, `reallocation.planner`, with lengths as predicted.
+    """Return the policy of a run, `reallocation.planner`, with predicted lengths.
 
-    scoring: seconds of inference a token, 0 where the stages are not fused.
+    scoring: inference seconds per token, 0 if the stages are not fused.
     """
 
     def policy(stage: SimulatedStage) -> Reallocation:
@@ -77,7 +77,7 @@ def ours(predict: Predict, scoring: float = 0.0) -> Policy:
 
 
 def _view(stage: SimulatedStage, rows: np.ndarray, left: np.ndarray, scoring: float) -> ClusterView:
-    """Return what the planner sees of samples [m] with left [m, Q] tokens to come.
+    """Return the planner's view of samples [m] with left [m, Q] tokens to come.
 
     Speeds are of the tokens to come.
     """
@@ -103,7 +103,7 @@ def _view(stage: SimulatedStage, rows: np.ndarray, left: np.ndarray, scoring: fl
 
 
 def known_lengths(stage: SimulatedStage, rows: np.ndarray) -> np.ndarray:
-    """Return the tokens [m, Q] that samples [m] will write, as if someone knew."""
+    """Return the tokens [m, Q] that samples [m] will write, as an oracle."""
     left = stage.total[rows] - stage.done[rows]
     return np.repeat(left[:, None], len(length_model.SHARES), axis=1)
 
@@ -111,9 +111,9 @@ def known_lengths(stage: SimulatedStage, rows: np.ndarray) -> np.ndarray:
 def by_siblings(
     known: LengthForecasts, total: np.ndarray, per_prompt: int, limit: float
 ) -> Predict:
-    """Return forecasts by those of a prompt's samples, neighbours in `total`, that have ended.
+    """Return forecasts by a prompt's ended samples, neighbours in `total`.
 
-    limit: tokens of a response, at most.
+    limit: most tokens of a response.
     """
     curves = np.tile(length_model.survival(known.lengths), (len(total), 1))
     believed = known.belief(forecasts.BY_SIBLINGS) is not None
@@ -136,6 +136,6 @@ def by_siblings(
 
 
 def prompts_of(total: np.ndarray, per_prompt: int, limit: float) -> list[PromptLengths]:
-    """Return what a stage with responses of these lengths [n] has shown of siblings."""
+    """Return what a stage with responses of these lengths [n] shows of siblings."""
     groups = np.array_split(total, range(per_prompt, len(total), per_prompt))
     return [PromptLengths(np.zeros(0), own, own < limit, limit) for own in groups]

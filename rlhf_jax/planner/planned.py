@@ -1,4 +1,4 @@
-"""Plan a run for devices that need not be here, from its config and the shapes of its models."""
+"""Plan a run for absent devices, from its config and the shapes of its models."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from rlhf_jax.placement.plan import CallLayouts, Plan
 from rlhf_jax.planner.chips import check_boxes
 from rlhf_jax.planner.hardware import Hardware
 from rlhf_jax.setup.calls import count_devices, place_calls
-from rlhf_jax.setup.opened import register_own
+from rlhf_jax.setup.run_spec import register_own
 from rlhf_jax.training.distill import student_config
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
 
 class Planned(NamedTuple):
-    """Hold what a run would use on devices of a kind."""
+    """Hold the resources of a run on devices of a kind."""
 
     hardware: Hardware
     plan: Plan  # of calls
@@ -39,15 +39,15 @@ class Planned(NamedTuple):
     remat_reason: str
 
     def run(self, config: Config) -> PlannedRun:
-        """Return the run that a config describes, with the layout of each call."""
+        """Return the planned run of a config, with the layout of each call."""
         layout = next(iter(self.layouts.values()))
         return PlannedRun(config, self.models, layout, self.remat, self.layouts)
 
 
 def plan_run(config: Config, hardware: Hardware) -> Planned:
-    """Plan a run; raises ValueError or FileNotFoundError for what cannot be.
+    """Plan a run; raises ValueError or FileNotFoundError for an invalid config.
 
-    Prompts and rewards are not looked at.
+    Prompts and rewards are ignored.
     """
     register_own(config)
     models = _models(config)
@@ -57,22 +57,22 @@ def plan_run(config: Config, hardware: Hardware) -> Planned:
     gigabytes = config.mesh.device_memory_gb
     limit = min(filter(None, (hardware.gigabytes, gigabytes)), default=0.0)
     known = limit * memory_parts.GIGA if limit else None
-    foreseen = functools.partial(estimate.fullest, config, models, plan, layouts)
-    remat, reason = estimate.settle_remat(config, foreseen(remat=False), known)
-    parts = foreseen(remat=remat)
+    predicted = functools.partial(estimate.fullest, config, models, plan, layouts)
+    remat, reason = estimate.settle_remat(config, predicted(remat=False), known)
+    parts = predicted(remat=remat)
     return Planned(hardware._replace(gigabytes=limit), plan, layouts, models, parts, remat, reason)
 
 
-def lacking(config: Config) -> str:
-    """Say which devices or weights a run lacks here; '' where it could begin.
+def missing_inputs(config: Config) -> str:
+    """Describe the devices or weights that a run lacks here; '' if it could begin.
 
-    Weights of a hub name count as lacking: a plan is no reason to fetch them.
+    Weights of a hub name count as missing: planning does not fetch them.
     """
     sizes = config.mesh
-    asked = (sizes.slices, sizes.data, sizes.fsdp, sizes.tensor)
+    shape = (sizes.slices, sizes.data, sizes.fsdp, sizes.tensor)
     here = count_devices()
-    if -1 not in asked and math.prod(asked) != here:
-        return f"the config asks for {math.prod(asked)} devices, and here are {here}"
+    if -1 not in shape and math.prod(shape) != here:
+        return f"the config needs {math.prod(shape)} devices, and {here} are here"
     paths = (
         config.model.path,
         config.drafter.path,
@@ -89,11 +89,11 @@ def lacking(config: Config) -> str:
 
 
 def hardware_of(config: Config) -> Hardware:
-    """Return the devices that a config's mesh asks for, or those that are here."""
+    """Return the devices that a config's mesh requires, or those that are present."""
     sizes = config.mesh
-    asked = (sizes.slices, sizes.data, sizes.fsdp, sizes.tensor)
-    if -1 not in asked and sizes.device_memory_gb:
-        return Hardware("gpu", "device", math.prod(asked), sizes.device_memory_gb, 9.0)
+    shape = (sizes.slices, sizes.data, sizes.fsdp, sizes.tensor)
+    if -1 not in shape and sizes.device_memory_gb:
+        return Hardware("gpu", "device", math.prod(shape), sizes.device_memory_gb, 9.0)
     device = jax.devices()[0]
     capability = float(getattr(device, "compute_capability", 0) or 0)
     known = (estimate.memory_for_remat(config, device) or 0.0) / memory_parts.GIGA

@@ -35,28 +35,28 @@ from rlhf_jax.setup.calls import place_calls
 from rlhf_jax.setup.generation_checks import check_lag
 from rlhf_jax.types import ModelConfigs
 
-MESH = "mesh"  # what the plan in which all calls have the config's mesh is called
+MESH = "mesh"  # name of the plan in which all calls have the config's mesh
 
 
 class PricedPlan(NamedTuple):
-    """Hold a plan and what it is predicted to take."""
+    """Hold a plan and its predicted costs."""
 
     name: str
     plan: Plan  # of calls
     calls: dict[str, float]  # seconds of each call
     stages: tuple[float, ...]  # of generation, inference and training
-    step: float  # seconds of a step, with weights on their way
+    step: float  # seconds of a step, transfers of weights included
     gigabytes: float  # of the fullest device, in 10^9 bytes
-    fits: bool  # whether a device has so much
+    fits: bool  # whether a device has this much
     parts: list[Part]  # of its memory
     moved: dict[str, int]  # bytes of trained weights that come to each device of a call
-    lag: int  # steps that samples are drawn ahead
+    lag: int  # off-policy steps: how far samples are prefetched
     remat: bool
     events: list[Event]  # of a few iterations
 
 
 class FoundPlan(NamedTuple):
-    """Hold the best plan, and by which share of its step another may be shorter."""
+    """Hold the best plan, and the share of its step by which another may be shorter."""
 
     priced: PricedPlan
     gap: float
@@ -64,27 +64,27 @@ class FoundPlan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PlanPrices:
-    """Price the plans of a run on devices that need not be here; its lag is its config's."""
+    """Price the plans of a run on absent devices; its lag is its config's."""
 
     config: Config
     models: ModelConfigs
     hardware: Hardware
     base: Placement  # of all calls by the config's mesh
-    held: dict = dataclasses.field(default_factory=dict)  # what spaces remember of memory
+    held: dict = dataclasses.field(default_factory=dict)  # the spaces' cache of memory
 
     @classmethod
     def of(cls, config: Config, planned: Planned, lag: int) -> PlanPrices:
-        """Return the prices of a run that draws its samples so many steps ahead."""
-        own = copy.deepcopy(config)
-        own.plan = ""
-        own.training.lag = lag
+        """Return the prices of a run with a given lag."""
+        changed = copy.deepcopy(config)
+        changed.plan = ""
+        changed.training.lag = lag
         hardware = planned.hardware
-        mesh, _ = place_calls(own, planned.models, hardware, hardware.count, hardware.count)
+        mesh, _ = place_calls(changed, planned.models, hardware, hardware.count, hardware.count)
         base = dataclasses.replace(next(iter(mesh.placements.values())), pipelined=False)
-        return cls(own, planned.models, hardware, base)
+        return cls(changed, planned.models, hardware, base)
 
     def varied(self, constant: str, factor: float) -> PlanPrices:
-        """Return what the prices are if one of the chip's efficiencies is another."""
+        """Return the prices if one of the chip's efficiencies has another value."""
         chip = self.hardware.chip
         assert chip is not None, "Plans are priced for known chips alone."
         other = chip.efficiency._replace(**{constant: factor * getattr(chip.efficiency, constant)})
@@ -92,9 +92,9 @@ class PlanPrices:
         return dataclasses.replace(self, hardware=hardware)
 
     def named_plan(self, name: str, own: Plan) -> Plan:
-        """Return the plan of a name, checked; ValueError says why it cannot be, or be compared.
+        """Return the plan of a name, checked; ValueError if it is impossible or not comparable.
 
-        own: that of a name which is neither the mesh's nor a preset's.
+        own: the plan of a name that is neither the mesh's nor a preset's.
         """
         calls = derived.calls(self.config)
         plan = own
@@ -113,16 +113,16 @@ class PlanPrices:
 
     @functools.cached_property
     def spaces(self) -> dict[bool, SearchSpace]:
-        """Return what is searched with layers computed again in the backward pass, and without.
+        """Return the search spaces with and without recomputing layers in the backward pass.
 
-        Where the config leaves that open, a run does without as far as `settle_remat` says so.
+        If the config leaves it open, a run recomputes as `settle_remat` decides.
         """
-        asked = self.config.training.remat
+        setting = self.config.training.remat
         space = functools.partial(
             SearchSpace, self.config, self.models, self.hardware, self.base, held=self.held
         )
-        if asked != "auto":
-            return {asked == "on": space(remat=asked == "on")}
+        if setting != "auto":
+            return {setting == "on": space(remat=setting == "on")}
         return {False: space(remat=False, room=estimate.ROOM), True: space(remat=True)}
 
     @functools.cached_property
@@ -131,13 +131,13 @@ class PlanPrices:
         return {remat: space.problem() for remat, space in self.spaces.items()}
 
     def price(self, name: str, plan: Plan) -> PricedPlan:
-        """Predict what a plan takes that has been checked."""
-        foreseen = functools.partial(
+        """Predict the costs of a checked plan."""
+        predicted = functools.partial(
             estimate.fullest, self.config, self.models, plan, plan.layouts(self.hardware.platform)
         )
         limit = self.hardware.gigabytes * memory_parts.GIGA
-        remat, _ = estimate.settle_remat(self.config, foreseen(remat=False), limit)
-        parts = foreseen(remat=remat)
+        remat, _ = estimate.settle_remat(self.config, predicted(remat=False), limit)
+        parts = predicted(remat=remat)
         problem = self.problems[remat]
         placed = self.spaces[remat].placed(plan, name)
         # a run may lack some
@@ -165,21 +165,21 @@ class PlanPrices:
         )
 
     def find(self, known: Sequence[PricedPlan], limit: float) -> FoundPlan | None:
-        """Return the best plan, never longer than one that is known; None where none fits.
+        """Return the best plan, never longer than a known one; None if none fits.
 
         limit: CPU seconds.
         """
         bounds = []
-        found = [one for one in known if one.fits]
+        plans = [one for one in known if one.fits]
         for remat, problem in self.problems.items():
-            below = min((one.step for one in found if one.fits), default=math.inf)
+            below = min((one.step for one in plans if one.fits), default=math.inf)
             result = search(problem, below, limit / len(self.problems))
             if result is not None:
                 bounds.append(result.bound)
             if result is not None and result.placed:
-                found.append(self.price("found", self.spaces[remat].plan(result.placed)))
-        if not found:
+                plans.append(self.price("found", self.spaces[remat].plan(result.placed)))
+        if not plans:
             return None
-        best = min(found, key=lambda one: (not one.fits, one.step))
+        best = min(plans, key=lambda one: (not one.fits, one.step))
         gap = max(0.0, 1.0 - min(bounds, default=best.step) / best.step)
         return FoundPlan(best._replace(name="found"), gap if gap > 1e-9 else 0.0)

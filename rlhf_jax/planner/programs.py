@@ -1,6 +1,6 @@
-"""Describe the programs of each call of a plan: the code of a run, and what formulas say of it.
+"""Describe the programs of each call of a plan: their code, and the predictions of formulas.
 
-Devices need not be here: those of a TPU topology are enough. Nothing is compiled or run.
+Devices may be absent: those of a TPU topology suffice. Nothing is compiled or run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlhf_jax.mesh import FLOAT32
 from rlhf_jax.planner import shapes
 from rlhf_jax.planner.generation_programs import arrivals, drafts, prefill, rounds
 from rlhf_jax.planner.pipelined_programs import pipelined_updates
-from rlhf_jax.planner.placed_calls import CallProgram, Foreseen, PlacedCalls
+from rlhf_jax.planner.placed_calls import CallProgram, PlacedCalls, Predicted
 from rlhf_jax.planner.student_programs import student_updates
 from rlhf_jax.rewards.models import read_scores
 from rlhf_jax.runtime.compilation import Execute
@@ -46,9 +46,9 @@ def programs(calls: PlacedCalls) -> Iterator[CallProgram]:
 
 
 def scores(calls: PlacedCalls, call: str, model: ModelConfig) -> CallProgram:
-    """Return what scores a micro-batch with a model.
+    """Return the program that scores a micro-batch by a model.
 
-    Texts of rewards are padded to whole buckets, and of each one number is read.
+    Texts of rewards are padded to whole buckets, and give one number each.
     """
     config = calls.config
     run = calls.run(call)
@@ -77,15 +77,15 @@ def scores(calls: PlacedCalls, call: str, model: ModelConfig) -> CallProgram:
         call,
         "rewards" if rewards else "scores",
         run_scores,
-        Foreseen(size, work.flops, work.traffic.total),
-        beside=calls.always(call, ["models that score"]) - held,
+        Predicted(size, work.flops, work.traffic.total),
+        resident=calls.always(call, ["models that score"]) - held,
         depth=model.num_layers,
         turns=shapes.pairs_of_texts(config, run.layout, passes.samples),
     )
 
 
 def gradient(calls: PlacedCalls, call: str) -> CallProgram:
-    """Return the gradient of a later micro-batch: the sum so far is there."""
+    """Return the gradient of a later micro-batch, with an existing sum."""
     run = calls.run(call)
     model = calls.model(call)
     placed = calls.placed(call)
@@ -104,8 +104,8 @@ def gradient(calls: PlacedCalls, call: str) -> CallProgram:
         call,
         "gradient",
         run_gradient,
-        Foreseen(size, work.flops, work.traffic.total),
-        beside=calls.always(call) - held + calls.waiting(call, before),
+        Predicted(size, work.flops, work.traffic.total),
+        resident=calls.always(call) - held + calls.waiting(call, before),
         depth=model.num_layers,
         turns=shapes.pairs_of_texts(calls.config, run.layout, passes.samples),
     )
@@ -122,7 +122,7 @@ def optimizers_step(calls: PlacedCalls, call: str) -> CallProgram:
         call,
         "optimizer's step",
         lambda execute, _: shapes.run_step(calls.learner(call), weights, execute),
-        Foreseen(4 * held),
-        beside=calls.always(call) - 3 * held + calls.waiting(call, others),
+        Predicted(4 * held),
+        resident=calls.always(call) - 3 * held + calls.waiting(call, others),
         depth=model.num_layers,
     )

@@ -1,4 +1,4 @@
-"""How long responses are: tables of percentiles, laws, and draws of them."""
+"""Distributions of response lengths: tables of percentiles, laws, and draws from them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Percentiles of first turns of ShareGPT chats, for where no lengths are named.
+# Percentiles of first turns of ShareGPT chats, the default.
 LENGTHS_TABLE = str(pathlib.Path(__file__).with_suffix(".csv"))
 LOGNORMAL = "lognormal:"
-LOGNORMAL_PROMPT = 200.0  # tokens of a prompt, where lengths follow such a law
+LOGNORMAL_PROMPT = 200.0  # tokens of a prompt, if lengths follow such a law
 SIBLING_CORRELATION = 0.85  # correlation of normal scores of lengths of one prompt
 
 
 class Percentiles(NamedTuple):
-    """Hold how long responses are, and prompts on average."""
+    """Hold the distribution of response lengths, and the mean prompt."""
 
     percentiles: np.ndarray  # [k] ascending, up to 100
     tokens: np.ndarray  # [k] of a response
@@ -29,7 +29,7 @@ def read_percentiles(path: str) -> Percentiles:
     """Read a table of percentiles, or a law lognormal:MEDIAN:SIGMA:MOST of response tokens.
 
     The table is a CSV file with columns percentile, prompt_tokens, response_tokens, and a row of
-    means. Raises ValueError on another file, FileNotFoundError where there is none.
+    means. Raises ValueError on another file, FileNotFoundError if there is none.
     """
     if path.startswith(LOGNORMAL):
         return _lognormal(path)
@@ -71,8 +71,8 @@ def draw_lengths(
 ) -> np.ndarray:
     """Draw response tokens [count], linear between percentiles, from 1 below the first.
 
-    None is above the last. Each `alike` in a row are of a prompt, by a normal copula of correlation
-    SIBLING_CORRELATION.
+    None is above the last. Each group of `alike` neighbours is of one prompt, by a normal copula of
+    correlation SIBLING_CORRELATION.
     """
     chance = luck.random(count)
     if alike > 1:

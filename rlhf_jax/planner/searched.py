@@ -1,4 +1,4 @@
-"""Compare the plans that a config may name with the best one that a search finds."""
+"""Compare the named plans of a config with the best one that a search finds."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from rlhf_jax.planner.priced import MESH, FoundPlan, PlanPrices, PricedPlan
 from rlhf_jax.setup import validation
 from rlhf_jax.setup.generation_checks import check_lag
 
-SEARCH_SECONDS = 60.0  # of the CPU, in which a plan is to be found and proved
+SEARCH_SECONDS = 60.0  # CPU seconds to find and prove a plan
 FACTORS = (0.5, 1.5)  # by which each efficiency of a chip is varied, one at a time
-SHARDED = "FSDP and TP"  # what the best plan without pipelines is called, beside one with them
-VARIED_SECONDS = 4.0  # of the CPU, for each of these searches
+SHARDED = "FSDP and TP"  # name of the best plan without pipelines, next to one with them
+VARIED_SECONDS = 4.0  # CPU seconds for each of these searches
 
 
 class Variation(NamedTuple):
-    """Hold how plans compare if one efficiency of the chip is another."""
+    """Hold the comparison of plans for another value of one efficiency of the chip."""
 
     constant: str
     factor: float
@@ -46,37 +46,37 @@ class Variation(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """Return how many times as fast as that one the found plan is."""
-        *_, found = self.steps.values()
-        return self.steps[self.other] / found
+        """Return the speed of the found plan over that one."""
+        *_, best = self.steps.values()
+        return self.steps[self.other] / best
 
     @property
     def better(self) -> float:
-        """Return by which share of the found plan's step another plan is shorter."""
-        *_, found = self.steps.values()
-        return max(0.0, 1.0 - self.best / found)
+        """Return the share of the found plan's step by which another plan is shorter."""
+        *_, step = self.steps.values()
+        return max(0.0, 1.0 - self.best / step)
 
 
 class Searched(NamedTuple):
-    """Hold what a search has compared: the plan it found is the last one."""
+    """Hold the plans that a search has compared; the last one is the found plan."""
 
     plans: list[PricedPlan]
-    left_out: dict[str, str]  # presets that cannot be, and why
-    gap: float  # by which share the plan that was found may be longer than the best one
+    left_out: dict[str, str]  # impossible presets, and the reasons
+    gap: float  # share by which the found plan may be longer than the best one
     trainings: TrainingComparison | None = None  # as pipelines, where chips are on several nodes
 
 
 def search_plans(config: Config, planned: Planned, lag: int = 0) -> Searched:
-    """Find the best plan for a run's devices, and compare the config's own and the presets with it.
+    """Find the best plan for a run's devices, and compare the config's and the presets with it.
 
-    lag: 1 for a run that draws the samples of the next step while it trains; the best plan without
-    is then compared, too. Raises ValueError where the devices' speeds are not known, no plan fits
-    their memory, or none lets generation have devices of its own that must.
+    lag: 1 for a run that prefetches the samples of the next step during training; the best plan
+    without it is then compared, too. Raises ValueError if the devices' speeds are not known, no
+    plan fits their memory, or none has separate devices for generation although it needs them.
     """
     hardware = planned.hardware
     if hardware.chip is None:
         raise ValueError(
-            f"Nothing says how fast {hardware} are: name devices such as v5p:4x4x4 or gpu:8x8:h100."
+            f"The speed of {hardware} is unknown: name devices such as v5p:4x4x4 or gpu:8x8:h100."
         )
     validation.check_batches(config)
     lag = max(lag, config.training.lag)
@@ -89,11 +89,11 @@ def search_plans(config: Config, planned: Planned, lag: int = 0) -> Searched:
         check_lag(prices.config, Plan(hardware.count, {"generation": prices.base}))
         named, reasons = compare(prices, config.plan, planned.plan)
         left_out = reasons if ahead == 0 else left_out
-        found, said = find_with_pipelines(prices, named)
+        found, reason = find_with_pipelines(prices, named)
         if ahead == 0:
-            out = said and not (found and is_pipelined(found.priced.plan))
-            left_out |= {PIPELINED: said} if out else {}
-            trainings = None if said else compare_trainings(prices)
+            out = reason and not (found and is_pipelined(found.priced.plan))
+            left_out |= {PIPELINED: reason} if out else {}
+            trainings = None if reason else compare_trainings(prices)
         if found is None:
             raise ValueError(no_plan(hardware, ahead))
         parameters = parameter_counts(planned.models)
@@ -109,24 +109,24 @@ def search_plans(config: Config, planned: Planned, lag: int = 0) -> Searched:
 def find_with_pipelines(
     prices: PlanPrices, named: list[PricedPlan]
 ) -> tuple[FoundPlan | None, str]:
-    """Return the best plan, and why none that trains as pipelines is compared; '' if one is.
+    """Return the best plan, and why no pipelined one is compared; '' if one is.
 
-    Of the best such plan and the best other one, the longer is added to those that have a name.
-    Where all chips have links of their own, pipelines are found only if nothing else fits.
+    Of the best such plan and the best other one, the longer is added to the named ones. If all
+    chips have their own links, pipelines are considered only if nothing else fits.
     """
-    said = why_not_pipelined(prices.hardware)
+    reason = why_not_pipelined(prices.hardware)
     pipelined = [FoundPlan(one, 0.0) for one in named if one.fits and is_pipelined(one.plan)]
     sharded = prices.find([one for one in named if not is_pipelined(one.plan)], SEARCH_SECONDS)
-    if not said or sharded is None:
+    if not reason or sharded is None:
         try:
             pipelined.append(best_pipelined(prices))
         except ValueError as error:
-            said = said or str(error)
+            reason = reason or str(error)
     ways = [one for one in (sharded, *pipelined) if one is not None]
     if not ways:
-        return None, said
+        return None, reason
     best = min(ways, key=lambda one: (not one.priced.fits, one.priced.step))
-    if not said and sharded is not None:
+    if not reason and sharded is not None:
         if best is sharded:
             other = min((one.priced for one in pipelined), key=lambda plan: plan.step)
             named.append(other._replace(name=PIPELINED))
@@ -135,11 +135,11 @@ def find_with_pipelines(
     # no plan of either kind is shorter than the bound of both
     bound = min(one.priced.step * (1.0 - one.gap) for one in ways)
     gap = max(0.0, 1.0 - bound / best.priced.step)
-    return FoundPlan(best.priced._replace(name="found"), gap if gap > 1e-9 else 0.0), said
+    return FoundPlan(best.priced._replace(name="found"), gap if gap > 1e-9 else 0.0), reason
 
 
 def no_plan(hardware: object, lag: int) -> str:
-    """Say that there is none."""
+    """Return the message for a search without a result."""
     if lag:
         return (
             f"No plan of {hardware} gives generation devices of its own and fits; name more"
@@ -148,11 +148,13 @@ def no_plan(hardware: object, lag: int) -> str:
     return f"No plan fits {hardware}; {FEWER_ROWS}, or generation.max_rows, or name more devices."
 
 
-def compare(prices: PlanPrices, asked: str, own: Plan) -> tuple[list[PricedPlan], dict[str, str]]:
-    """Price the mesh, the presets and the plan that a config asks for; say why some cannot be."""
+def compare(
+    prices: PlanPrices, requested: str, own: Plan
+) -> tuple[list[PricedPlan], dict[str, str]]:
+    """Price the mesh, the presets and the config's plan; return why some are impossible."""
     priced = []
     left_out = {}
-    for name in dict.fromkeys((MESH, *PRESETS, asked or MESH)):
+    for name in dict.fromkeys((MESH, *PRESETS, requested or MESH)):
         try:
             priced.append(prices.price(name, prices.named_plan(name, own)))
         except ValueError as error:
@@ -163,7 +165,7 @@ def compare(prices: PlanPrices, asked: str, own: Plan) -> tuple[list[PricedPlan]
 def vary(config: Config, planned: Planned, plans: list[PricedPlan]) -> list[Variation]:
     """Price the plans of a search again with one efficiency of the chip changed at a time.
 
-    Those that do not fit are left out; nothing is said where there is none beside the found one.
+    Plans that do not fit are left out; there is no variation if only the found one is left.
     """
     usable = [plan for plan in plans if plan.fits]
     if len(usable) < 2 or not plans[-1].fits:

@@ -1,4 +1,4 @@
-"""Make the shapes of what programs are given, for devices that need not be here."""
+"""Make the input shapes of programs, for absent devices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from rlhf_jax.types import Model, ModelConfig, Trained
 
 
 def placed(shapes: Any, shardings: Any) -> Any:
-    """Return shapes that know where they lie."""
+    """Return shapes with shardings."""
     return jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
         shapes,
@@ -39,7 +39,7 @@ def placed(shapes: Any, shardings: Any) -> Any:
 
 
 def repeated(shapes: Any, layout: Layout) -> Any:
-    """Return shapes of what is whole on every device of a layout."""
+    """Return replicated shapes on every device of a layout."""
     assert isinstance(layout.mesh, jax.sharding.Mesh), "Shapes lie on devices."
     everywhere = NamedSharding(layout.mesh, PartitionSpec())
     return placed(shapes, jax.tree.map(lambda _: everywhere, shapes))
@@ -52,14 +52,14 @@ def row_shapes(make: Callable[[], Any], layout: Layout) -> Any:
 
 
 def prompt_shapes(rows: int, width: int, layout: Layout) -> Any:
-    """Return the shapes of prompts [rows, width], and of a number for each of them."""
+    """Return the shapes of prompts [rows, width], and of one number for each."""
     return row_shapes(
         lambda: (jnp.zeros((rows, width), jnp.int32), jnp.zeros(rows, jnp.int32)), layout
     )
 
 
 def model_shapes(model: ModelConfig, layout: Layout, dtype: DTypeLike | None = None) -> Model:
-    """Return the shapes of a model as its layout has it; generation's layers are unrolled.
+    """Return the shapes of a model in its layout; generation's layers are unrolled.
 
     dtype: the layout's if None. A vocabulary that generation splits is padded to whole blocks.
     """
@@ -72,7 +72,7 @@ def model_shapes(model: ModelConfig, layout: Layout, dtype: DTypeLike | None = N
 
 
 def run_step(learner: Learner, weights: Model, execute: Execute) -> Trained:
-    """Run the step of a learner's optimizer, of shapes of its weights and of a gradient."""
+    """Run the step of a learner's optimizer, on shapes of its weights and of a gradient."""
     layout = learner.settings.layout
     finite = repeated(jax.ShapeDtypeStruct((), jnp.bool_), layout)
     before = trained(weights, learner.optimizer, layout)
@@ -89,9 +89,9 @@ def packed_shapes(
 def packed_zeros(
     config: Config, layout: Layout, rows: int, reads: Collection[str]
 ) -> PackedSequences:
-    """Return lines of zeros that have room for `rows` sequences of full length.
+    """Return lines of zeros with room for `rows` sequences of full length.
 
-    reads: the columns that they have, of those that the run makes.
+    reads: the columns to include, of those that the run makes.
     """
     block = packed_block(layout)
     length = line_lengths(Extent(rows), derived.text_tokens(config), block, layout.row_shards)[-1]
@@ -128,7 +128,7 @@ def micro_batch_shapes(
 def _columns(
     config: Config, reads: Collection[str], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, jax.Array]:
-    """Return zeros for the columns that a run makes, of those that are read."""
+    """Return zeros for the read columns that a run makes."""
     scorers = derived.scorers(config)
     made = {
         "logprobs": "policy" in scorers,
@@ -136,11 +136,11 @@ def _columns(
         "values": "critic" in scorers,
         "top_k_ids": bool(config.generation.top_k),
     }
-    found = {}
+    columns = {}
     for name in reads:
         column = declaration(name)
         width = (config.generation.top_k,) if name == "top_k_ids" else ()
         size = (*shapes[column.per], *width)
         if made.get(name, True):
-            found[name] = jnp.zeros(size, column.dtype)
-    return found
+            columns[name] = jnp.zeros(size, column.dtype)
+    return columns

@@ -1,9 +1,9 @@
-"""Simulate slices that drain a stage's samples, whoever places them.
+"""Simulate slices that drain a stage's samples, for any placing policy.
 
-What is modelled: all live rows of a slice gain tokens at one rate, that of their number and mean
-context; a decision falls at most once a round; a move stops the moving sample and everything on
-both of its slices for as long as it takes. What is not: prefills (the same for all policies), the
-luck of single drafts, errors of the rates.
+Modelled: all live rows of a slice gain tokens at one rate, by their number and mean context; there
+is at most one decision per round; a move stops the moving sample and everything on both of its
+slices for its duration. Not modelled: prefills (the same for all policies), the luck of single
+drafts, errors of the rates.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from rlhf_jax.generation.reallocation.planner import Reallocation
 
-ROUND = 0.01  # seconds between two looks at what has finished: about a round
+ROUND = 0.01  # seconds between two checks for finished samples: about a round
 RATED_EVERY = 0.2  # seconds after which rates follow the context
 GRAIN = 64  # context tokens between two entries of the rates
 # places of samples on no slice
@@ -28,11 +28,12 @@ FINISHED = -2
 class SimulatedSlice:
     """Describe one slice, and the wires between slices."""
 
-    # [rows + 1, T] tokens a second of a row, at 0, GRAIN, 2 GRAIN ... context a row; rates[0] is 0
+    # [rows + 1, T] tokens per second of a row, at 0, GRAIN, 2 GRAIN ... context per row; rates[0]
+    # is 0
     rates: np.ndarray
     token_bytes: float  # of context that a move carries
-    bandwidth: float  # bytes a second
-    latency: float  # seconds of a move besides
+    bandwidth: float  # bytes per second
+    latency: float  # fixed seconds of a move
 
     @property
     def rows(self) -> int:
@@ -40,7 +41,7 @@ class SimulatedSlice:
         return len(self.rates) - 1
 
     def rate(self, live: np.ndarray, context: np.ndarray) -> np.ndarray:
-        """Return the tokens a second [n] of a row of slices with live [n] rows of mean context [n].
+        """Return the tokens per second [n] of a row, for live [n] rows of mean context [n].
 
         Between two entries of the rates it is linear.
         """
@@ -49,13 +50,13 @@ class SimulatedSlice:
         return self.rates[live, low] * (1 - part) + self.rates[live, low + 1] * part
 
     def move_seconds(self, context: np.ndarray) -> np.ndarray:
-        """Return the seconds [n] in which samples move that know context [n] tokens."""
+        """Return the seconds [n] to move samples with context [n] tokens."""
         return self.latency + context * self.token_bytes / self.bandwidth
 
 
 @dataclasses.dataclass
 class SimulatedStage:
-    """Hold what a policy sees, and more: `total` is for those that know the future."""
+    """Hold the state for a policy, and `total` for those that know the future."""
 
     machine: SimulatedSlice
     slices: int
@@ -73,7 +74,7 @@ class SimulatedStage:
         return np.bincount(self.place[self.place >= 0], minlength=self.slices)
 
     def context(self) -> np.ndarray:
-        """Return the mean known tokens [slices] of a row, a fresh prompt's where there is none."""
+        """Return the mean known tokens [slices] of a row; a fresh prompt's if there is none."""
         on = self.place >= 0
         sums = np.bincount(self.place[on], self.done[on], minlength=self.slices)
         return self.prompt + sums / np.maximum(self.live, 1)
@@ -84,7 +85,7 @@ Policy = Callable[[SimulatedStage], Reallocation]
 
 @dataclasses.dataclass
 class Outcome:
-    """Hold the figures of a stage that is done."""
+    """Hold the figures of a finished stage."""
 
     seconds: float = 0.0  # until the last sample has ended
     busy: float = 0.0  # slice seconds with live rows
@@ -92,7 +93,7 @@ class Outcome:
     moved_bytes: float = 0.0
     paused: float = 0.0  # slice seconds lost to moves
     decisions: list[float] = dataclasses.field(default_factory=list)  # seconds that each took
-    # tokens that still wait for inference at the end, where idle slices did some
+    # tokens that still wait for inference at the end, if idle slices did some
     unscored: float = 0.0
 
 
@@ -105,12 +106,12 @@ def simulate(
     scoring: float = 0.0,
     charged: bool = False,
 ) -> Outcome:
-    """Drain samples with total [n] tokens to write, after prompts of so many.
+    """Drain samples with total [n] tokens to write, after prompts of equal length.
 
-    scoring: seconds of inference a token on one slice that has no rows to decode. charged: whether
-    the host's seconds for the first decision stop all slices, and those of a later one its own, as
-    far as they are more than the round that is in flight there. Raises RuntimeError where a policy
-    does what cannot be.
+    scoring: inference seconds per token on one slice without rows to decode. charged: whether the
+    host's seconds for the first decision stop all slices, and those of a later one its own, as far
+    as they exceed the round in flight there. Raises RuntimeError if a policy does something
+    impossible.
     """
     count = len(total)
     nowhere = np.full(count, WAITS)
@@ -133,12 +134,12 @@ def simulate(
         rows = np.flatnonzero(stage.place >= 0)
         if not len(rows):
             raise RuntimeError("The policy lets samples wait for nothing.")
-        own = stage.place[rows]
-        ends = pause[own] + (total[rows] - stage.done[rows]) / rate[own]
+        places = stage.place[rows]
+        ends = pause[places] + (total[rows] - stage.done[rows]) / rate[places]
         step = float(np.clip(ends.min(), ROUND, RATED_EVERY))
         gained = rate * np.maximum(step - pause, 0.0)
         pause = np.maximum(pause - step, 0.0)
-        stage.done[rows] = np.minimum(stage.done[rows] + gained[own], total[rows])
+        stage.done[rows] = np.minimum(stage.done[rows] + gained[places], total[rows])
         over = rows[stage.done[rows] >= total[rows] - 1e-9]
         stage.place[over] = FINISHED
         changed = len(over) > 0
@@ -154,7 +155,7 @@ def simulate(
 
 
 def _apply(stage: SimulatedStage, plan: Reallocation, pause: np.ndarray, outcome: Outcome) -> None:
-    """Do what a plan says; pause [slices] seconds that slices stand still."""
+    """Carry out a plan; pause [slices] seconds that slices stand still."""
     if any(stage.freed[there] for _, there in plan.admissions + plan.moves):
         raise RuntimeError("A slice that was given away was to decode more.")
     for sample, there in plan.admissions:

@@ -1,4 +1,4 @@
-"""Describe the programs by which a student learns, with what formulas say of each."""
+"""Describe the programs of a student's training, with the predictions of formulas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhf_jax.mesh import FLOAT32
 from rlhf_jax.models.attention import packed_block
 from rlhf_jax.models.flops import product_flops
 from rlhf_jax.planner import shapes
-from rlhf_jax.planner.placed_calls import CallProgram, Foreseen, PlacedCalls
+from rlhf_jax.planner.placed_calls import CallProgram, PlacedCalls, Predicted
 from rlhf_jax.planner.search.costs import forward_flops, gradient_flops
 from rlhf_jax.planner.search.traffic import ShardedModel, forward_traffic, gradient_traffic
 from rlhf_jax.runtime.compilation import Execute
@@ -31,30 +31,30 @@ from rlhf_jax.training.optimizer import make_optimizer
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import Array, Model, ModelConfig
 
-CALL = "policy_training"  # on whose devices a student learns
+CALL = "policy_training"  # the call whose devices train a student
 
 
 def student_updates(calls: PlacedCalls) -> Iterator[CallProgram]:
-    """Yield how the policy reads a micro-batch, the student's gradient, and its step."""
+    """Yield the policy's pass over a micro-batch, the student's gradient, and its step."""
     settings = student_settings(calls.config, calls.layouts[CALL], calls.remat)
     config = copy.deepcopy(calls.config)
     config.training.update(microbatch_rows=settings.microbatch_rows, microbatch_tokens=0)
     placements = dict(calls.plan.placements)
     placements[CALL] = dataclasses.replace(placements[CALL], pipelined=False)
     plan = dataclasses.replace(calls.plan, placements=placements)
-    own = dataclasses.replace(calls, config=config, plan=plan)
-    # of a pipeline, no device of which has all layers, it reads a copy in the compute dtype
-    yield reading(own, settings, copied=calls.run(CALL).is_pipelined)
+    calls_in_slices = dataclasses.replace(calls, config=config, plan=plan)
+    # no device of a pipeline has all layers, so a copy in the compute dtype reads it
+    yield reading(calls_in_slices, settings, copied=calls.run(CALL).is_pipelined)
     optimizer = make_optimizer(
         config.drafter.learning_rate, max_grad_norm=config.training.max_grad_norm
     )
     learner = Learner("drafter", DISTILLATION, optimizer, settings)
-    yield gradient(own, learner)
-    yield step(own, learner)
+    yield gradient(calls_in_slices, learner)
+    yield step(calls_in_slices, learner)
 
 
 def reading(calls: PlacedCalls, settings: TrainingSettings, *, copied: bool) -> CallProgram:
-    """Return what reads a micro-batch with the policy, or with a copy of it; it takes no head."""
+    """Return the program that reads a micro-batch with the policy or a copy; it uses no head."""
     run = calls.run(CALL)
     policy = calls.models.policy
     passes = calls.placed(CALL).passes()
@@ -72,21 +72,21 @@ def reading(calls: PlacedCalls, settings: TrainingSettings, *, copied: bool) -> 
         CALL,
         "student's text",
         read,
-        Foreseen(
+        Predicted(
             held + hidden + updates.reading_bytes(run, copied=copied),
             forward_flops(
                 policy, passes.samples, passes.tokens, predicted=0, block=packed_block(run.layout)
             ),
             forward_traffic(sharded, passes.on_device(run.layout)).total - head,
         ),
-        beside=calls.always(CALL) - held * (not copied) + _all_hidden(calls) - hidden,
+        resident=calls.always(CALL) - held * (not copied) + _all_hidden(calls) - hidden,
         depth=policy.num_layers,
         turns=shapes.pairs_of_texts(calls.config, run.layout, passes.samples),
     )
 
 
 def gradient(calls: PlacedCalls, learner: Learner) -> CallProgram:
-    """Return a student's gradient of a later micro-batch: the sum so far is there.
+    """Return a student's gradient of a later micro-batch, with an existing sum.
 
     Logits of both models are made once, and the student's differentiated by its hidden states: the
     head has three products and no gradient, and neither has the embedding.
@@ -113,7 +113,7 @@ def gradient(calls: PlacedCalls, learner: Learner) -> CallProgram:
     sent = sent.minus(gradient_traffic(ends, tokens, remat=calls.remat))
     sent = sent.plus(forward_traffic(ends, tokens))
 
-    own = run.weights(student, FLOAT32, ends=False)
+    of_student = run.weights(student, FLOAT32, ends=False)
     of_policy = run.weights(policy, FLOAT32) - run.weights(policy, FLOAT32, ends=False)
     hidden = updates.hidden_bytes(run, run.batch_rows)
     work = run.weights(student, ends=False) + updates.learning_bytes(run)
@@ -129,8 +129,8 @@ def gradient(calls: PlacedCalls, learner: Learner) -> CallProgram:
         CALL,
         "student's gradient",
         run_gradient,
-        Foreseen(2 * own + of_policy + hidden + work, flops, sent.total),
-        beside=calls.always(CALL) - own - of_policy + _all_hidden(calls) - hidden,
+        Predicted(2 * of_student + of_policy + hidden + work, flops, sent.total),
+        resident=calls.always(CALL) - of_student - of_policy + _all_hidden(calls) - hidden,
         depth=student.num_layers,
         turns=shapes.pairs_of_texts(calls.config, run.layout, passes.samples),
     )
@@ -139,13 +139,13 @@ def gradient(calls: PlacedCalls, learner: Learner) -> CallProgram:
 def step(calls: PlacedCalls, learner: Learner) -> CallProgram:
     """Return the optimizer's step of a student: weights, two moments and a gradient."""
     run = calls.run(CALL)
-    own = run.weights(_student(calls), FLOAT32, ends=False)
+    weights = run.weights(_student(calls), FLOAT32, ends=False)
     return CallProgram(
         CALL,
         "student's step",
         lambda execute, _: shapes.run_step(learner, student_shapes(calls), execute),
-        Foreseen(4 * own),
-        beside=calls.always(CALL) - 3 * own + _all_hidden(calls),
+        Predicted(4 * weights),
+        resident=calls.always(CALL) - 3 * weights + _all_hidden(calls),
         depth=_student(calls).num_layers,
     )
 
@@ -157,7 +157,7 @@ def student_shapes(calls: PlacedCalls) -> Model:
 
 
 def distill_batch(calls: PlacedCalls, *, read: bool = False) -> PackedSequences:
-    """Return the shapes of a micro-batch of a student, which the policy has read, or not yet."""
+    """Return the shapes of a student's micro-batch, before or after the policy's pass."""
     layout = calls.run(CALL).layout
     samples = calls.placed(CALL).passes().samples
     batch = shapes.packed_shapes(calls.config, layout, samples, ("positions", "total_tokens"))
@@ -171,13 +171,13 @@ def distill_batch(calls: PlacedCalls, *, read: bool = False) -> PackedSequences:
 
 
 def _student(calls: PlacedCalls) -> ModelConfig:
-    """Return the shape of the student, which there must be."""
+    """Return the shape of the student, which must exist."""
     assert calls.models.drafter is not None, "A student learns."
     return calls.models.drafter
 
 
 def _all_hidden(calls: PlacedCalls) -> int:
-    """Return the bytes of the policy's hidden states of all texts that its student learns from."""
+    """Return the bytes of the policy's hidden states of all texts for its student."""
     run = calls.run(CALL)
     samples = derived.student_samples(calls.config)
     return updates.hidden_bytes(run, row_share(samples, run.layout))

@@ -1,7 +1,7 @@
-"""Find the devices of hardware that need not be here, to compile for.
+"""Find the devices of absent hardware, to compile for.
 
-The compilers of TPUs (libtpu) and of NVIDIA's GPUs (jax's CUDA plugin) run on a CPU, and know chips
-by their names: a TPU's topology, a GPU's target file in `rlhf_jax/planner/targets/`.
+The compilers of TPUs (libtpu) and of NVIDIA's GPUs (jax's CUDA plugin) run on a CPU, and identify
+chips by names: a TPU's topology, a GPU's target file in `rlhf_jax/planner/targets/`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from rlhf_jax.planner.chips import TOPOLOGIES, TPUS
 from rlhf_jax.planner.hardware import Hardware
 from rlhf_jax.runtime import jax_internals
 
-# The files follow XLA's own, read off such devices; those of L4, L40S and RTX 4090 data sheets.
+# The files follow XLA's own, read from such devices; those of L4, L40S and RTX 4090 data sheets.
 TARGETS = Path(__file__).parent / "targets"
-# With these libtpu asks no machine, takes no chip and writes no log.
+# With these libtpu queries no machine, takes no chip and writes no log.
 TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -36,9 +36,9 @@ CHIP_CONFIGS = {"v4": {"chip_config_name": "megacore"}}
 
 
 def topology_devices(hardware: Hardware) -> list[Any]:
-    """Return the devices that a compiler here sees in some hardware, the same ones each time.
+    """Return the devices that a local compiler sees in some hardware, always the same objects.
 
-    Raises ValueError, in one sentence, where nothing here compiles for the hardware.
+    Raises ValueError, in one sentence, if nothing here compiles for the hardware.
     """
     find = FINDERS.get(hardware.platform)
     if find is None:
@@ -46,17 +46,17 @@ def topology_devices(hardware: Hardware) -> list[Any]:
             f"--verify compiles for TPUs and GPUs, and nothing here compiles for {hardware}: leave"
             " it out, or name TPUs or GPUs."
         )
-    found = find(hardware)
-    if len(found) != hardware.count:
+    devices = find(hardware)
+    if len(devices) != hardware.count:
         raise ValueError(
-            f"The compiler sees {len(found)} devices in {hardware.topology}, and plans here are for"
+            f"The compiler sees {len(devices)} devices in {hardware.topology}, but plans are for"
             f" {hardware.count}: leave --verify out."
         )
-    return found
+    return devices
 
 
 def compiler_version(platform: str) -> str:
-    """Return what compiles for a platform here, and its version."""
+    """Return the local compiler for a platform, and its version."""
     name = "libtpu" if platform == "tpu" else f"jax-{jax_internals.cuda_plugin()}-plugin"
     return f"jax {jax.__version__}, {name} {importlib.metadata.version(name)}"
 
@@ -83,13 +83,13 @@ def _chips_of(topology: str) -> list[Any]:
     kind = topology.partition(":")[0]
     known = TOPOLOGIES[TPUS[kind.replace("tpu7", "v7")].torus_axes]
     try:
-        found = topologies.get_topology_desc(topology, "tpu", **CHIP_CONFIGS.get(kind, {}))
+        description = topologies.get_topology_desc(topology, "tpu", **CHIP_CONFIGS.get(kind, {}))
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(
             f"The TPU's compiler knows no {topology} ({str(error).partition(':')[2].strip()});"
             f" it knows {', '.join(f'{kind}:{shape}' for shape in known)}."
         ) from error
-    return list(found.devices)
+    return list(description.devices)
 
 
 def _gpus(hardware: Hardware) -> list[Any]:
@@ -116,13 +116,15 @@ def _gpus_of(target: Path, shape: str) -> list[Any]:
 
     jax_internals.load_cuda_plugin()
     try:
-        found = topologies.get_topology_desc(
+        description = topologies.get_topology_desc(
             shape, "cuda", topology=shape, target_config=target.read_text()
         )
     except jax.errors.JaxRuntimeError as error:
-        said = str(error).partition("\n")[0]
-        raise ValueError(f"The GPU's compiler knows no {shape} of {target.stem}: {said}") from error
-    return list(found.devices)
+        message = str(error).partition("\n")[0]
+        raise ValueError(
+            f"The GPU's compiler knows no {shape} of {target.stem}: {message}"
+        ) from error
+    return list(description.devices)
 
 
 FINDERS: dict[str, Callable[[Hardware], list[Any]]] = {"tpu": _tpus, "gpu": _gpus}

@@ -1,6 +1,6 @@
-"""Compile the programs of a plan for devices that need not be here, and hold formulas to compilers.
+"""Compile the programs of a plan for absent devices, and compare formulas with compilers.
 
-What is said of a program is kept on disk, by the program's own text and the compiler's version.
+The figures of a program are cached on disk, by the program's text and the compiler's version.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from rlhf_jax.planner.topology import compiler_version, topology_devices
 from rlhf_jax.runtime import jax_internals
 from rlhf_jax.runtime.files import write_atomically
 
-COMPILING_THREADS = 2  # that compile at one time: each takes a core and up to 2 GB
+COMPILING_THREADS = 2  # each takes a core and up to 2 GB
 
 
 class CompilerFigures(NamedTuple):
-    """Hold what the compiler says of one program: of one device, and FLOPs of all."""
+    """Hold the compiler's figures of one program: of one device, and FLOPs of all."""
 
     arguments: float  # bytes
-    results: float  # bytes, those left out that overwrite an argument
+    results: float  # bytes, without results that overwrite an argument
     temporary: float  # bytes
     received: float  # bytes
     flops: float  # of the jaxpr
-    seconds: float  # that it took to compile
-    refusal: str = ""  # why it was not compiled, where it does not fit
+    seconds: float  # of compilation
+    refusal: str = ""  # why it was not compiled, if it does not fit
 
     @property
     def bytes(self) -> float:
@@ -64,38 +64,38 @@ class CompilerFigures(NamedTuple):
 
 
 class VerifiedProgram(NamedTuple):
-    """Hold a program of a call, and what the compiler says of it."""
+    """Hold a program of a call, with the compiler's figures."""
 
     program: CallProgram
     compiled: CompilerFigures
 
     @property
-    def in_all(self) -> float:
-        """Return the bytes of a device while it runs, with what is there beside it."""
-        return self.program.beside + self.compiled.bytes
+    def peak(self) -> float:
+        """Peak bytes per device while the program runs, resident arrays included."""
+        return self.program.resident + self.compiled.bytes
 
 
 class VerifiedPlan(NamedTuple):
-    """Hold the programs of a plan, compiled for devices that need not be here."""
+    """Hold the programs of a plan, compiled for absent devices."""
 
     hardware: Hardware
     programs: list[VerifiedProgram]
     limit: float  # bytes of a device
-    compiled: int  # programs that were
+    compiled: int  # number of compiled programs
     kept: int  # programs whose figures were on disk
-    seconds: float  # that all this took
+    seconds: float  # total time
 
     @property
     def too_large(self) -> list[VerifiedProgram]:
-        """Return the programs that do not fit beside what is there."""
-        return [one for one in self.programs if one.compiled.refusal or one.in_all > self.limit]
+        """Return the programs that do not fit next to resident arrays."""
+        return [one for one in self.programs if one.compiled.refusal or one.peak > self.limit]
 
 
 def verify_plan(config: Config, planned: Planned, observe: Callable[[str], None]) -> VerifiedPlan:
     """Compile the distinct programs of a run's plan, from shapes alone.
 
-    `observe` hears of each that is compiled. Raises ValueError where nothing compiles for the
-    hardware here.
+    `observe` receives each compiled one. Raises ValueError if nothing here compiles for the
+    hardware.
     """
     began = time.perf_counter()
     hardware = planned.hardware
@@ -123,7 +123,7 @@ def verify_plan(config: Config, planned: Planned, observe: Callable[[str], None]
 
 
 class CachingCompiler:
-    """Compile each distinct program once, and keep what is said of it."""
+    """Compile each distinct program once, and cache its figures."""
 
     def __init__(self, identity: str, folder: Path | str, observe: Callable[[str], None]):
         """Begin for devices and a compiler by name; without a folder nothing is kept on disk."""
@@ -137,7 +137,7 @@ class CachingCompiler:
     def submit(
         self, pool: concurrent.futures.Executor, program: CallProgram, depth: int
     ) -> concurrent.futures.Future[CompilerFigures]:
-        """Return the figures of a program of so many layers, once they are there."""
+        """Return the figures of a program with `depth` layers, once available."""
         traced = program.trace(depth)
         lowered = traced.lower()
         text = f"{self._identity}\n{lowered.as_text()}"
@@ -149,10 +149,10 @@ class CachingCompiler:
         return self._known[key]
 
     def _figures(self, key: str, lowered: Lowered, flops: float, *, label: str) -> CompilerFigures:
-        """Return a program's figures, from disk where they are there."""
+        """Return a program's figures, from disk if they are there."""
         path = Path(self._folder) / f"{key}.json" if self._folder else None
         if path and path.exists():
-            # a file that is damaged is made anew
+            # a damaged file is made again
             with contextlib.suppress(ValueError, TypeError):
                 figures = CompilerFigures(**json.loads(path.read_bytes()))
                 self.kept += 1
@@ -167,21 +167,21 @@ class CachingCompiler:
 
 
 def compile_figures(lowered: Lowered, flops: float) -> CompilerFigures:
-    """Compile a program, and return what the compiler says of it.
+    """Compile a program, and return the compiler's figures.
 
-    Raises ValueError where it is refused for another reason than its size.
+    Raises ValueError if it is refused for another reason than its size.
     """
     began = time.perf_counter()
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        said = str(error).partition("\n")[0]
-        if "RESOURCE_EXHAUSTED" not in said:
-            raise ValueError(f"The compiler refuses a program of the plan: {said}") from error
+        message = str(error).partition("\n")[0]
+        if "RESOURCE_EXHAUSTED" not in message:
+            raise ValueError(f"The compiler refuses a program of the plan: {message}") from error
         seconds = time.perf_counter() - began
-        return CompilerFigures(0.0, 0.0, 0.0, 0.0, flops, seconds, refusal=said)
+        return CompilerFigures(0.0, 0.0, 0.0, 0.0, flops, seconds, refusal=message)
     sizes = compiled.memory_analysis()
-    assert sizes is not None, "A compiler says how much memory a program needs."
+    assert sizes is not None, "A compiler reports a program's memory."
     return CompilerFigures(
         arguments=sizes.argument_size_in_bytes,
         results=sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
@@ -193,23 +193,23 @@ def compile_figures(lowered: Lowered, flops: float) -> CompilerFigures:
 
 
 def print_verified(verified: VerifiedPlan) -> None:
-    """Print the compiler's figures beside those of formulas, and whether all fits."""
+    """Print the compiler's figures next to those of formulas, and whether all fits."""
     heading = f"{'compiled':>27}{'formula':>10}"
     memory = [("a chip's GB", f"{heading}{'in all':>9}")]
     work = [("PFLOP", f"{heading}  of all chips")]
     sent = [("GB received", f"{heading}  by a chip")]
     for one in verified.programs:
         program, compiled = one
-        foreseen = program.foreseen
-        sizes = _pair(program, compiled.bytes, foreseen.bytes, GIGA)
-        memory.append((program.call, f"{sizes}{one.in_all / GIGA:9.2f}"))
-        work.append((program.call, _pair(program, compiled.flops, foreseen.flops, 1e15)))
-        sent.append((program.call, _pair(program, compiled.received, foreseen.received, GIGA)))
+        predicted = program.predicted
+        sizes = _pair(program, compiled.bytes, predicted.bytes, GIGA)
+        memory.append((program.call, f"{sizes}{one.peak / GIGA:9.2f}"))
+        work.append((program.call, _pair(program, compiled.flops, predicted.flops, 1e15)))
+        sent.append((program.call, _pair(program, compiled.received, predicted.received, GIGA)))
     notes = [
-        f"in all: with what is there beside the program; a chip has {verified.limit / GIGA:g} GB",
+        f"in all: with resident arrays; a chip has {verified.limit / GIGA:g} GB",
         "each program once; those of generation from a few layers",
         f"{verified.compiled} programs compiled and {verified.kept} known, in"
-        f" {verified.seconds:.0f} s; no chip was asked",
+        f" {verified.seconds:.0f} s; no chip was used",
     ]
     if verified.hardware.platform == "gpu" and not jax_internals.cudnn_version():
         notes.append(
@@ -220,15 +220,15 @@ def print_verified(verified: VerifiedPlan) -> None:
     compiler = compiler_version(verified.hardware.platform)
     console.describe(f"rlhf_jax: programs for {verified.hardware.name} by {compiler}", rows)
     for one in verified.too_large:
-        needs = f"a chip needs {one.in_all / GIGA:.1f} GB"
-        said = one.compiled.refusal or f"{needs} and has {verified.limit / GIGA:.1f} GB"
-        print(f"It does not fit: {one.program.call}, {one.program.name}: {said}.")
+        needs = f"a chip needs {one.peak / GIGA:.1f} GB"
+        reason = one.compiled.refusal or f"{needs} and has {verified.limit / GIGA:.1f} GB"
+        print(f"It does not fit: {one.program.call}, {one.program.name}: {reason}.")
     if not verified.too_large:
         print("It fits, by the compiler's figures.")
 
 
 def _pair(program: CallProgram, compiled: float, formula: float, unit: float) -> str:
-    """Write a figure of the compiler and a formula's; nothing where both are nothing."""
+    """Format a figure of the compiler and a formula's; empty if both are 0."""
     named = f"{program.name:18}"
     if not compiled and not formula:
         return f"{named}{'-':>9}{'-':>10}"

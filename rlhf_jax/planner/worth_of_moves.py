@@ -1,4 +1,4 @@
-"""Say what it is worth to move running samples between a run's slices, by simulation."""
+"""Simulate the benefit of moving running samples between a run's slices."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ DRAWS = 3  # of the lengths of a stage, each after a stage of others
 
 
 def rows_of_worth(config: Config, planned: Planned, lengths: Percentiles) -> list[tuple[str, str]]:
-    """Return rows of a plan: seconds of a stage by each way to place samples, and the bound.
+    """Return rows of a plan: seconds of a stage by each placing policy, and the bound.
 
-    Lengths are cut at `generation.max_new_tokens`. Drafts are left out, so are prefills. The
-    hardware's chip must be known.
+    Lengths are cut at `generation.max_new_tokens`. Drafts and prefills are left out. The hardware's
+    chip must be known.
     """
     run = planned.run(config)
     run = run.at("generation") or run
     placed = PlacedRun(run, planned.hardware.part(run.layout.extent(meshes.AXES)))
     slices = run.layout.slices
     if slices == 1:
-        told = "One slice generates everything, so no sample can move; mesh.slices makes more."
-        return [("moves", told)]
+        reason = "One slice generates everything, so no sample can move; mesh.slices makes more."
+        return [("moves", reason)]
     machine = machine_of(placed)
     limit = float(config.generation.max_new_tokens)
     prompt = min(lengths.prompt, float(config.data.max_prompt_tokens))
     group = config.generation.samples_per_prompt
     luck = np.random.default_rng(config.seed)
-    found: dict[str, list[Outcome]] = {}
+    outcomes_by_name: dict[str, list[Outcome]] = {}
     bounds = []
     for _ in range(DRAWS):
         before, total = (
@@ -52,10 +52,10 @@ def rows_of_worth(config: Config, planned: Planned, lengths: Percentiles) -> lis
         policies = _policies(before, total, slices, group, limit)
         for name, policy in policies.items():
             outcome = simulate(machine, slices, total, prompt, policy)
-            found.setdefault(name, []).append(outcome)
+            outcomes_by_name.setdefault(name, []).append(outcome)
         bounds.append(lower_bound(machine, total, slices, prompt))
-    lines = [_line(name, outcomes) for name, outcomes in found.items()]
-    lines.append(f"{np.mean(bounds):8.1f} s  no placement can beat")
+    lines = [_line(name, outcomes) for name, outcomes in outcomes_by_name.items()]
+    lines.append(f"{np.mean(bounds):8.1f} s  lower bound of any placement")
     about = f"a stage of {derived.samples(config):,} responses over {slices} slices"
     cut = float(np.interp(limit, lengths.tokens, lengths.percentiles))
     ended = f"{100 - cut:.2g}% of them cut off at {limit:,.0f} tokens" if cut < 100 else "none cut"
@@ -88,10 +88,10 @@ def machine_of(placed: PlacedRun) -> SimulatedSlice:
 def lower_bound(
     machine: SimulatedSlice, total: np.ndarray, slices: int, prompt: float, inference: float = 0.0
 ) -> float:
-    """Return seconds that no placement can beat.
+    """Return a lower bound of the seconds of any placement.
 
-    They are of all work at the best throughput, or of the longest sample alone, both with the
-    context of a fresh prompt. inference: seconds of it on all slices, that must have ended too.
+    It is all work at the best throughput, or the longest sample alone, both with the context of a
+    fresh prompt. inference: seconds of it on all slices, which must end, too.
     """
     contexts = np.full(machine.rows, prompt)
     rates = np.arange(1, machine.rows + 1) * machine.rate(np.arange(1, machine.rows + 1), contexts)
@@ -104,7 +104,7 @@ def lower_bound(
 def _policies(
     before: np.ndarray, total: np.ndarray, slices: int, group: int, limit: float
 ) -> dict[str, Policy]:
-    """Return the ways to place responses of these lengths, by what they are called in a plan."""
+    """Return the placing policies for responses of these lengths, by their names in a plan."""
     shown = placing.prompts_of(before, group, limit)
     known = forecasts.after_stage(LengthForecasts(), shown, 1.0)
     guessed = placing.by_siblings(known, total, group, limit)
@@ -124,5 +124,5 @@ def _line(name: str, outcomes: list[Outcome]) -> str:
         return float(np.mean([of(outcome) for outcome in outcomes]))
 
     moves = mean(lambda outcome: outcome.moves)
-    told = f" ({moves:,.0f} moves)" if moves else ""
-    return f"{mean(lambda outcome: outcome.seconds):8.1f} s  {name}{told}"
+    count = f" ({moves:,.0f} moves)" if moves else ""
+    return f"{mean(lambda outcome: outcome.seconds):8.1f} s  {name}{count}"

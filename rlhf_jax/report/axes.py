@@ -1,8 +1,8 @@
-"""Draw what charts have in common as inline SVG: the box, its axes, labels and tips.
+"""Draw the common parts of charts as inline SVG: the box, its axes, labels and tips.
 
-The plot's own box is the SVG; labels stand outside it, in the margins that the page leaves
-(`overflow: visible`). Places are percentages and lines keep their width, so a chart fits a phone
-and a desk with text of one size.
+The plot's own box is the SVG; labels stand outside it, in the page's margins (`overflow: visible`).
+Places are percentages and lines keep their width, so a chart fits a phone and a desk with text of
+one size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 from rlhf_jax.report.run import Series
 from rlhf_jax.report.scales import axis_number, domain, groups, reading, tick_step, ticks
 
-MOST_POINTS = 200  # of a line, bars, and places to point at
+MOST_POINTS = 200  # of a line, bars, and hover targets
 UNITS = 1000  # units of the box that paths are drawn in, to either side
 LABEL_PIXELS = 16  # between two labels
 GRID_PIXELS = 40  # between two lines of the grid, at least
@@ -37,19 +37,19 @@ class Frame:
     height: int
 
     def x(self, steps: ArrayLike) -> np.ndarray:
-        """Return the share of the width at which steps stand, 0 at the left."""
+        """Return the positions of steps as shares of the width, 0 at the left."""
         return (np.asarray(steps) - self.left) / (self.right - self.left)
 
     def y(self, values: ArrayLike) -> np.ndarray:
-        """Return the share of the height at which values stand, 0 at the top.
+        """Return the positions of values as shares of the height, 0 at the top.
 
-        What lies outside stays at the edge.
+        Values outside stay at the edge.
         """
         return np.clip((self.top - np.asarray(values)) / (self.top - self.bottom), 0.0, 1.0)
 
 
 def frame_of(shown: Sequence[Series], height: int) -> Frame:
-    """Return the box that holds all the series, with room to both sides of a single step."""
+    """Return the box of all the series, with room on both sides of a single step."""
     steps = np.concatenate([line.steps for line in shown])
     values = np.concatenate([line.values for line in shown])
     bottom, top, mark = domain(values, height // GRID_PIXELS)
@@ -61,9 +61,9 @@ def frame_of(shown: Sequence[Series], height: int) -> Frame:
     )
 
 
-def svg(spoken: str, height: int, *parts: str) -> str:
-    """Return the SVG of a chart that `spoken` describes to who does not see it."""
-    name = html.escape(spoken)
+def svg(label: str, height: int, *parts: str) -> str:
+    """Return the SVG of a chart; `label` describes it to screen readers."""
+    name = html.escape(label)
     return (
         f'<svg class="plot" height="{height}" role="img" aria-label="{name}">{"".join(parts)}</svg>'
     )
@@ -105,7 +105,7 @@ def step_labels(frame: Frame, step: float) -> str:
 
 
 def bands(steps: np.ndarray, frame: Frame) -> Iterator[tuple[slice, float, float]]:
-    """Yield (part, left, right) of at most MOST_POINTS parts that share the steps and the width."""
+    """Yield (part, left, right) of at most MOST_POINTS parts that divide steps and width."""
     parts = groups(len(steps), MOST_POINTS)
     between = [(steps[a.stop - 1] + steps[b.start]) / 2 for a, b in itertools.pairwise(parts)]
     edges = [frame.left, *between, frame.right]
@@ -121,8 +121,8 @@ def target(frame: Frame, left: float, right: float, text: str, rows: str = 'heig
 
 
 def spikes(line: Series, frame: Frame) -> str:
-    """Write the greatest and the least value where they lie outside the chart."""
-    found = [
+    """Write the greatest and the least value if they are outside the chart."""
+    outside = [
         (int(line.values.argmax()), -7, "↑"),
         (int(line.values.argmin()), frame.height - 6, "↓"),
     ]
@@ -130,13 +130,13 @@ def spikes(line: Series, frame: Frame) -> str:
     return "".join(
         f'<text class="tick" x="{percent(frame.x(line.steps[index]))}" y="{at}" '
         f'text-anchor="start" dx="-4">{arrow} {reading(line.values[index])}</text>'
-        for index, at, arrow in found
+        for index, at, arrow in outside
         if not frame.bottom - slack <= line.values[index] <= frame.top + slack
     )
 
 
 def end_labels(ends: Sequence[tuple[str, float]], frame: Frame) -> str:
-    """Write the last value of each line beside its end, moved apart where two would meet."""
+    """Write the last value of each line at its end, moved apart if two would overlap."""
     places = sorted((float(frame.y(value)) * frame.height, name, value) for name, value in ends)
     moved = _apart(np.array([at for at, _, _ in places]), frame.height)
     places = [(at, name, value) for at, (_, name, value) in zip(moved, places, strict=True)]
@@ -147,7 +147,7 @@ def end_labels(ends: Sequence[tuple[str, float]], frame: Frame) -> str:
 
 
 def _apart(places: np.ndarray, height: int) -> np.ndarray:
-    """Return places [n], in order, moved until LABEL_PIXELS or more from each other.
+    """Return places [n], in order, moved to a distance of at least LABEL_PIXELS.
 
     Those that had to move stay within the height.
     """
@@ -158,12 +158,12 @@ def _apart(places: np.ndarray, height: int) -> np.ndarray:
 
     steps = LABEL_PIXELS * np.arange(len(places))
     room = max(height - steps[-1], 0)
-    # Neighbours that meet are pooled, and share their mean.
+    # Overlapping neighbours are pooled, and share their mean.
     return np.clip(isotonic_regression(places - steps).x, 0, room) + steps
 
 
 def percent(share: float | np.ndarray) -> str:
-    """Write a share as a percentage, as SVG takes it."""
+    """Format a share as a percentage for SVG."""
     return f"{100 * float(share):.2f}%"
 
 

@@ -32,11 +32,11 @@ from rlhf_jax.report.axes import (
 from rlhf_jax.report.run import Series, is_constant
 from rlhf_jax.report.scales import domain, duration, extremes, groups, reading, smooth, tick_step
 
-# Pixels of a lane at least and at most, and of all lanes together where that is possible.
+# Least and most pixels of a lane, and of all lanes together if possible.
 LANE_PIXELS = (5, 28, 576)
-# Pixels of a chart, unless its caller says otherwise.
+# Default height of a chart in pixels.
 HEIGHT = 190
-# Of an SVG that stands alone, in pixels.
+# Of a standalone SVG, in pixels.
 PICTURE_WIDTH = 1000
 NAMES_WIDTH = 96  # left of the lanes
 SHARES_WIDTH = 64  # right of them
@@ -54,18 +54,18 @@ class Chart:
     legend: tuple[tuple[str, str], ...] = ()
 
 
-COLOURS = 4  # classes of lines that have a colour of their own: other-0 ...
+COLOURS = 4  # classes of lines with their own colours: other-0 ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Lane:
     """Hold a row of `lanes_chart`."""
 
-    name: str  # stands before it
+    name: str  # written before it
     bars: Sequence[tuple[str, float, float]]  # (class, left, right)
     tips: Sequence[tuple[str, float, float]]  # (text, left, right)
     marks: Sequence[float]  # places of dots
-    end: str  # stands behind it
+    end: str  # written after it
 
 
 def line_chart(
@@ -73,7 +73,7 @@ def line_chart(
 ) -> str:
     """Draw a number by step: each value light, the moving mean bold, evaluations as dots.
 
-    Returns an SVG; '' of nothing and of what never changed. height: in pixels.
+    Returns an SVG; '' for an empty or constant series. height: in pixels.
     """
     shown = [line for line in (trained, evaluated) if line]
     if all(map(is_constant, shown)):
@@ -101,14 +101,14 @@ def line_chart(
         parts.append(_dots(evaluated, frame))
         ends.append(("eval", float(evaluated.values[-1])))
     first, last = shown[0].values[[0, -1]]
-    spoken = f"{title} by step: from {reading(first)} to {reading(last)}"
-    return svg(spoken, height, *parts, end_labels(ends, frame))
+    label = f"{title} by step: from {reading(first)} to {reading(last)}"
+    return svg(label, height, *parts, end_labels(ends, frame))
 
 
 def lines_chart(title: str, note: str, lines: Sequence[tuple[str, Series]]) -> Chart:
-    """Draw the moving means of several (class, number by step), and name them.
+    """Draw the moving means of several (class, number by step), with their names.
 
-    Its SVG is '' of nothing and of what never changed.
+    Its SVG is '' for empty or constant series.
     """
     lines = [(kind, line) for kind, line in lines if line]
     legend = tuple((kind, line.name) for kind, line in lines)
@@ -122,7 +122,7 @@ def lines_chart(title: str, note: str, lines: Sequence[tuple[str, Series]]) -> C
         parts.append(_mean(line, mean, frame, kind))
         ends.append((kind, float(mean[-1])))
 
-    # The lines may have different steps: a tip says those that have any in its band.
+    # The lines may have different steps: a tip has those with values in its band.
     named = {
         line.name: dict(zip(line.steps.tolist(), line.values.tolist(), strict=True))
         for _, line in lines
@@ -146,9 +146,9 @@ def share_chart(
     tips: Sequence[str],
     height: int = HEIGHT,
 ) -> str:
-    """Draw a bar for each name, stacked of layers (class, per cent [n]); '' of no names.
+    """Draw a bar for each name, stacked from layers (class, per cent [n]); '' without names.
 
-    Returns an SVG, in which the pointer shows a bar's tip, of `tips` [n].
+    Returns an SVG, in which hovering shows a bar's tip, of `tips` [n].
     """
     if not names:
         return ""
@@ -171,11 +171,11 @@ def stacked_chart(
     say: Callable[[float], str] = duration,
     whole: bool = True,
 ) -> str:
-    """Draw numbers by step, one bar a step (or run of steps) with a layer for each series.
+    """Draw numbers by step, one bar per step (or run of steps) with a layer for each series.
 
-    Returns an SVG; '' of nothing. layers: of the same steps. kinds: their classes, 'layer-0',
-    'layer-1' ... if not given. say: writes a number, of seconds if not given. whole: whether tips
-    tell the sum of the layers too.
+    Returns an SVG; '' if empty. layers: of the same steps. kinds: their classes, 'layer-0',
+    'layer-1' ... if not given. say: formats a number, by default seconds. whole: whether tips
+    include the sum of the layers.
     """
     layers = [layer for layer in layers if layer]
     kinds = kinds or [f"layer-{index}" for index in range(len(layers))]
@@ -202,7 +202,7 @@ def stacked_chart(
 
 
 def lanes_chart(title: str, lanes: Sequence[Lane], right: float) -> str:
-    """Draw lanes from 0 to `right`, their bars over a ground of class 'idle', as an SVG."""
+    """Draw lanes from 0 to `right`, their bars on a background of class 'idle', as an SVG."""
     least, most, together = LANE_PIXELS
     pitch = min(max(together // len(lanes), least), most)
     frame = Frame(0.0, right, 0.0, float(len(lanes)), 1.0, pitch * len(lanes))
@@ -241,7 +241,7 @@ def lanes_chart(title: str, lanes: Sequence[Lane], right: float) -> str:
 def complete_svg(
     drawn: str, *, title: str, note: str, colours: Mapping[str, str], style: str = ""
 ) -> str:
-    """Complete what `lanes_chart` drew to an SVG that stands alone, with a title and a legend.
+    """Make a standalone SVG from the output of `lanes_chart`, with a title and a legend.
 
     colours: of each class of bars, in the order of the legend; style: more CSS.
     """
@@ -266,7 +266,7 @@ def complete_svg(
 
 
 def _lane_labels(lanes: Sequence[Lane], pitch: int) -> str:
-    """Write the names of lanes before them and the ends behind, as many as have room."""
+    """Write the names of lanes before them and the ends after, as many as have room."""
     shown = range(0, len(lanes), math.ceil(LABEL_PIXELS / pitch))
     middles = [(lanes[index], f'y="{(index + 0.5) * pitch:.1f}" dy=".34em"') for index in shown]
     names = [
@@ -281,21 +281,21 @@ def _lane_labels(lanes: Sequence[Lane], pitch: int) -> str:
 
 
 def _legend(names: list[str], at: int) -> str:
-    """Draw a square and a name for each class of bars, so many pixels from the top."""
+    """Draw a square and a name for each class of bars, at a distance from the top in pixels."""
     drawn = ""
     left = 24.0
     for name in names:
-        said = name.replace("_", " ")
+        label = name.replace("_", " ")
         drawn += (
             f'<rect class="{name}" x="{left:.0f}" y="{at - 10}" width="10" height="10" rx="2"/>'
-            f'<text x="{left + 16:.0f}" y="{at}">{said}</text>'
+            f'<text x="{left + 16:.0f}" y="{at}">{label}</text>'
         )
-        left += 30 + LETTER * len(said)
+        left += 30 + LETTER * len(label)
     return drawn
 
 
 def _mean(line: Series, mean: np.ndarray, frame: Frame, kind: str = "") -> str:
-    """Draw the moving mean of a line as a bold line, or as a dot where it is one value."""
+    """Draw the moving mean of a line as a bold line, or a single value as a dot."""
     if len(line) == 1:
         place = f'cx="{percent(frame.x(line.steps[0]))}" cy="{percent(frame.y(mean[0]))}"'
         return f'<circle class="{f"only {kind}".rstrip()}" {place} r="5"/>'
@@ -306,7 +306,7 @@ def _mean(line: Series, mean: np.ndarray, frame: Frame, kind: str = "") -> str:
 
 
 def _stacked(layers: Sequence[tuple[str, np.ndarray]], edges: np.ndarray, frame: Frame) -> str:
-    """Draw bars between edges [n, 2] of layers (class, heights [n]), apart where they are few."""
+    """Draw bars between edges [n, 2] of layers (class, heights [n]), with gaps if they are few."""
     left, right = UNITS * frame.x(edges.T)
     gap = (right - left) * (0.12 if len(edges) <= 60 else 0.0)
     paths = ""
@@ -322,7 +322,7 @@ def _stacked(layers: Sequence[tuple[str, np.ndarray]], edges: np.ndarray, frame:
 
 
 def _dots(line: Series, frame: Frame) -> str:
-    """Draw a line as dots joined by dashes, each of which says its value under the pointer."""
+    """Draw a line as dots joined by dashes, each of which shows its value on hover."""
     parts = groups(len(line), MOST_POINTS)
     kept = [part.stop - 1 for part in parts]
     x = frame.x(line.steps[kept])
@@ -338,7 +338,7 @@ def _dots(line: Series, frame: Frame) -> str:
 
 
 def _when(steps: np.ndarray) -> str:
-    """Write which steps these are."""
+    """Describe a range of steps."""
     if len(steps) == 1:
         return f"step {steps[0]:,.0f}"
     return f"steps {steps[0]:,.0f} to {steps[-1]:,.0f}"

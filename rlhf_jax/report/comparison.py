@@ -1,4 +1,4 @@
-"""Compare runs: what configs and own code differ in, curves over each other, where texts part."""
+"""Compare runs: differences of configs and own code, overlaid curves, first differing texts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhf_jax.runtime.files import write_atomically
 from rlhf_jax.runtime.mirror import fetched
 
 CHARTS = (("reward/mean", "Reward", ""), *STEP_CHARTS)
-# Keys of metrics.jsonl whose last values stand in the table, smoothed as in their charts.
+# Keys of metrics.jsonl whose last values are in the table, smoothed as in their charts.
 LAST_FIGURES = (
     "reward/mean",
     "kl/response",
@@ -35,22 +35,22 @@ SHOWN_DIGITS = 8  # of the digest of a file
 
 
 class Comparison(NamedTuple):
-    """Hold what tells runs apart."""
+    """Hold the differences of runs."""
 
     names: list[str]
     # a key of the config or a file of own code, and its value or digest in each run
     differences: list[tuple[str, list[str]]]
-    configs: str  # a sentence where there are no differences
+    configs: str  # a sentence if there are no differences
     texts: str  # a sentence: whether their samples differ, and from which step on
-    figures: list[tuple[str, list[str]]]  # a number, and what it is at last in each run
+    figures: list[tuple[str, list[str]]]  # a number, and its last value in each run
     charts: list[Chart]
     pairs: list[tuple[str, list[tuple[str, Row]]]]  # a prompt, and each run's last sample of it
 
 
 def write_comparison(workdirs: Sequence[str | pathlib.Path], path: pathlib.Path) -> Comparison:
-    """Compare runs by their files, write that as one HTML file, and return it.
+    """Compare runs by their files, write an HTML file, and return the comparison.
 
-    Errors are those of `read_run`, and OSError where the file cannot be written.
+    Errors are those of `read_run`, and OSError if the file cannot be written.
     """
     folders = [fetched(workdir) for workdir in workdirs]
     runs = [read_run(folder) for folder in folders]
@@ -58,7 +58,7 @@ def write_comparison(workdirs: Sequence[str | pathlib.Path], path: pathlib.Path)
     differences = _differences(runs)
     parting = _parting(folders)
     last = [run.samples[-1][1] if run.samples else [] for run in runs]
-    found = Comparison(
+    comparison = Comparison(
         names,
         differences,
         configs="" if differences else _alike(runs),
@@ -69,12 +69,12 @@ def write_comparison(workdirs: Sequence[str | pathlib.Path], path: pathlib.Path)
         charts=_charts(runs, names),
         pairs=shown_pairs(names, paired(*last)),
     )
-    write_atomically(path, rendered("comparison.html", **found._asdict(), smoothed=SMOOTHED))
-    return found
+    write_atomically(path, rendered("comparison.html", **comparison._asdict(), smoothed=SMOOTHED))
+    return comparison
 
 
 def _names(workdirs: Sequence[str | pathlib.Path]) -> list[str]:
-    """Return of each path the fewest last parts that no other ends in, as of a/run and b/run."""
+    """Return the shortest unique suffix of each path, such as a/run and b/run."""
     paths = [pathlib.Path(workdir).expanduser().resolve().parts for workdir in workdirs]
     names = []
     for parts in paths:
@@ -85,22 +85,22 @@ def _names(workdirs: Sequence[str | pathlib.Path]) -> list[str]:
 
 
 def _differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """Return what is not the same in all runs, with each run's: config keys, files of own code."""
+    """Return the differences of the runs with each run's value: config keys, own code."""
     recorded = all(run.code is not None for run in runs)
     settings = [_settings(run.config, (run.code or {}) if recorded else {}) for run in runs]
-    found = []
+    differences = []
     for key in dict.fromkeys(key for one in settings for key in one):
         values = [one.get(key) for one in settings]
         if len(set(map(repr, values))) > 1:
             empty = (None, "", [], {})
-            found.append((key, ["—" if value in empty else str(value) for value in values]))
-    return found
+            differences.append((key, ["—" if value in empty else str(value) for value in values]))
+    return differences
 
 
 def _settings(config: Mapping[str, Any], code: Mapping[str, str]) -> dict[str, Any]:
-    """Return what may change a run's numbers: its config, and the digests of its own code by file.
+    """Return a run's config and the digests of its own code by file.
 
-    Folders do not count, as a copy of a file may lie in another.
+    Folders are ignored, as copies of a file may be in different ones.
     """
     settings = {key: value for key, value in config.items() if key not in NO_MATTER}
     files: dict[str, set[str]] = {}
@@ -111,7 +111,7 @@ def _settings(config: Mapping[str, Any], code: Mapping[str, str]) -> dict[str, A
 
 
 def _alike(runs: Sequence[RunRecord]) -> str:
-    """Say that nothing differs, as far as the files of the runs show."""
+    """Return the sentence for runs without differences, as far as their files show."""
     same = "Their configs are the same"
     if any(run.code is None for run in runs):
         return f"{same}; the code of their own files is not on record, and may differ."
@@ -122,7 +122,7 @@ def _alike(runs: Sequence[RunRecord]) -> str:
 
 def _figures(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     """Return the steps of each run, and the last values of measures and of LAST_FIGURES."""
-    found = [("steps", [f"{len(run.metrics):,}" for run in runs])]
+    figures = [("steps", [f"{len(run.metrics):,}" for run in runs])]
     measures = dict.fromkeys(key for run in runs for row in run.evaluations for key in row)
     for key in (*filter(is_measure, measures), *LAST_FIGURES):
         rows = [run.evaluations if key.startswith("eval/") else run.metrics for run in runs]
@@ -130,12 +130,12 @@ def _figures(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
         if key in LAST_FIGURES:
             lines = [smooth(line) if len(line) else line for line in lines]
         if any(map(len, lines)):
-            found.append((key, [reading(float(line[-1])) if len(line) else "" for line in lines]))
-    return found
+            figures.append((key, [reading(float(line[-1])) if len(line) else "" for line in lines]))
+    return figures
 
 
 def _charts(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Chart]:
-    """Draw the numbers that at least two runs have, one line a run."""
+    """Draw the numbers that at least two runs have, one line per run."""
     measures = dict.fromkeys(key for run in runs for row in run.evaluations for key in row)
     wanted = [
         *((key, f"Held-out {key.removeprefix('eval/')}", "") for key in measures if "eval/" in key),
@@ -158,9 +158,9 @@ def _parting(workdirs: Sequence[str | pathlib.Path]) -> int | None:
     texts = [path.read_text("utf-8").splitlines() if path.is_file() else [] for path in files]
     for lines in itertools.zip_longest(*texts):
         rows = [json.loads(line) if line else None for line in lines]
-        told = [row for row in rows if row]
-        if len({(row["step"], row["prompt"], row["response"]) for row in told}) > 1:
-            return min(row["step"] for row in told)
-        if len(told) < len(rows):  # one run ends here
+        present = [row for row in rows if row]
+        if len({(row["step"], row["prompt"], row["response"]) for row in present}) > 1:
+            return min(row["step"] for row in present)
+        if len(present) < len(rows):  # one run ends here
             return None
     return None

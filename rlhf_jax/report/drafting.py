@@ -1,4 +1,4 @@
-"""Draw the report's section on drafting: what was chosen, what was predicted, what it gave."""
+"""Draw the report's section on drafting: choices, predictions and results."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from rlhf_jax.report.scales import reading, share, strategy_label
 
 K = TypeVar("K", bound=Hashable)
 
-# Drafters with a colour of their own, in the order in which they are drawn; "none" is plain.
+# Drafters with a colour of their own, in drawing order; "none" is plain.
 COLOURED = ("none", "lookup", "replay", "model")
-OTHER_COLOURS = 4  # that all other drafters of a run share
-# Drafts up to which a strategy has the first, second and third shade of its drafter's colour.
+OTHER_COLOURS = 4  # shared by all other drafters of a run
+# Numbers of drafts up to which a strategy has the three shades of its drafter's colour.
 SHADE_DRAFTS = (2, 4, 8)
-NAMED = 12  # strategies that the table names; the others count together
-TIP_NAMES = 6  # strategies that a bar's tip names; the others count together
-# (key, title, what it counts) of what drafts bring.
+NAMED = 12  # strategies in the table; the others count together
+TIP_NAMES = 6  # strategies in a bar's tip; the others count together
+# (key, title, unit) of the gains of drafts.
 GAINS = (
     ("generation/tokens_per_round", "Tokens per round", "of a row; plain decoding has 1"),
     ("generation/acceptance", "Draft acceptance", "share of drafted tokens"),
 )
-# How the metrics begin that this section shows.
+# Prefixes of this section's metrics.
 DRAFTING_KEYS = (
     "strategy/share_",
     "strategy/acceptance_",
@@ -48,7 +48,7 @@ def charts(run: RunRecord) -> list[Chart]:
     drawn.append(lines_chart("Acceptance by drafter", note, lines))
     for key, title, note in GAINS:
         drawn.append(Chart(title, note, line_chart(title, series(run.metrics, key))))
-    # The share of the policy's tokens that the student draws too, now and as it began.
+    # The share of the policy's tokens that the student draws too, now and initially.
     lines = [
         ("current", series(run.metrics, "drafter/acceptance", "kept current")),
         ("frozen", series(run.metrics, "drafter/acceptance_frozen", "as it began")),
@@ -63,39 +63,39 @@ def charts(run: RunRecord) -> list[Chart]:
 
 
 def drafts(run: RunRecord) -> bool:
-    """Tell whether this section has anything: a round had drafts, or a student learned."""
+    """Return whether this section has content: a round had drafts, or a student learned."""
     chosen = any(row["drafter"] != "none" for row in run.strategies)
     return chosen or bool(series(run.metrics, "drafter/acceptance"))
 
 
 def drafter_kinds(run: RunRecord) -> dict[str, str]:
-    """Return the class that colours each drafter, by the names that the run's files tell."""
-    told = {row["drafter"] for row in run.strategies}
+    """Return the colour class of each drafter in the run's files."""
+    names = {row["drafter"] for row in run.strategies}
     for prefix in ("strategy/share_", "strategy/acceptance_"):
-        told |= {
+        names |= {
             key.removeprefix(prefix) for row in run.metrics for key in row if key.startswith(prefix)
         }
-    others = sorted(told.difference(COLOURED))
-    kinds = {name: name for name in COLOURED if name in told}
+    others = sorted(names.difference(COLOURED))
+    kinds = {name: name for name in COLOURED if name in names}
     return kinds | {name: f"other-{i % OTHER_COLOURS}" for i, name in enumerate(others)}
 
 
 def table(rows: list[Row]) -> list[dict[str, str]]:
-    """Return what each strategy was predicted to give and gave, the most chosen first.
+    """Return the predictions and results of each strategy, the most chosen first.
 
     Rare ones count together.
     """
     sums = _summed(rows, lambda row: (row["drafter"], row["drafts"], row["strategy"]))
     ranked = sorted(sums.items(), key=lambda item: -item[1]["rounds"])
     every = sum(figures["rounds"] for figures in sums.values())
-    found = [
+    table_rows = [
         _outcome(strategy_label(key[-1]), key[-1], figures, every)
         for key, figures in ranked[:NAMED]
     ]
     if rare := [figures for _, figures in ranked[NAMED:]]:
         together = sum(rare, collections.Counter())
-        found.append(_outcome(f"{len(rare)} others", "", figures=together, every=every))
-    return found
+        table_rows.append(_outcome(f"{len(rare)} others", "", figures=together, every=every))
+    return table_rows
 
 
 def _by_live_rows(rows: list[Row], kinds: dict[str, str]) -> Chart:
@@ -126,13 +126,13 @@ def _by_live_rows(rows: list[Row], kinds: dict[str, str]) -> Chart:
     for drafter, kind in kinds.items():
         if drafter in drafted:
             part = share(drafted[drafter]["rounds"], total)
-            legend.append((kind, f"{_spoken(drafter)} {part}"))
+            legend.append((kind, f"{_readable(drafter)} {part}"))
     note = "% of rounds, by live rows rounded up; fuller colour for longer drafts"
     return Chart(title, note, svg, tuple(legend))
 
 
 def _tip(size: int, rows: list[Row]) -> str:
-    """Write what was chosen at up to `size` live rows, the most chosen first."""
+    """Describe the choices at up to `size` live rows, the most chosen first."""
     sums = _summed(rows, lambda row: (row["drafter"], row["drafts"], row["strategy"]))
     named = [(figures["rounds"], strategy_label(key[-1])) for key, figures in sums.items()]
     named.sort(reverse=True)
@@ -148,18 +148,20 @@ def _tip(size: int, rows: list[Row]) -> str:
     return "\n".join([f"{heading}, {every:,.0f} rounds", *lines])
 
 
-def _spoken(drafter: str) -> str:
+def _readable(drafter: str) -> str:
     return "plain" if drafter == "none" else drafter
 
 
 def _shares(rows: list[Row], kinds: dict[str, str]) -> Chart:
-    """Draw each drafter's share of a step's rounds, of the drafters that most steps tell of."""
-    found = [(name, [row for row in rows if f"strategy/share_{name}" in row]) for name in kinds]
-    most = max((len(own) for _, own in found), default=0)
+    """Draw each drafter's share of a step's rounds, for the drafters with the most steps."""
+    by_drafter = [
+        (name, [row for row in rows if f"strategy/share_{name}" in row]) for name in kinds
+    ]
+    most = max((len(own) for _, own in by_drafter), default=0)
     drawn = []
     layers = []
-    for name, own in found:
-        line = series(own, f"strategy/share_{name}", _spoken(name))
+    for name, own in by_drafter:
+        line = series(own, f"strategy/share_{name}", _readable(name))
         if len(own) == most and line:
             drawn.append(kinds[name])
             layers.append(Series(line.name, line.steps, 100 * line.values))
@@ -170,9 +172,9 @@ def _shares(rows: list[Row], kinds: dict[str, str]) -> Chart:
 
 
 def _outcome(label: str, name: str, figures: collections.Counter, every: float) -> dict[str, str]:
-    """Return the table's row of one strategy, of `every` rounds in all.
+    """Return the table's row of one strategy, given `every` rounds in total.
 
-    Predicted and realised are tokens a second of timed rounds; '—' is what was not measured.
+    Predicted and realised are tokens per second of timed rounds; '—' means not measured.
     """
     predicted = _ratio(figures["predicted_tokens"], figures["predicted_seconds"])
     realised = _ratio(figures["timed_tokens"], figures["seconds"])
@@ -200,5 +202,5 @@ def _summed(
 
 
 def _ratio(above: float, below: float) -> float:
-    """Return a ratio, 0 of nothing."""
+    """Return a ratio, 0 if the divisor is 0."""
     return above / below if below else 0.0

@@ -19,14 +19,14 @@ from rlhf_jax.report.scales import duration, reading, signed, smooth
 from rlhf_jax.report.warnings import certain_change, warnings
 from rlhf_jax.runtime.files import write_atomically, writing
 
-# (key, label) of what is before and after a run without held-out prompts: the first that it has.
+# (key, label) of the before-and-after number without held-out prompts: the first one present.
 TRAINED = (
     ("reward/mean", "Training reward"),
     ("drafter/acceptance", "Tokens that the student draws, too"),
     ("loss/policy", "Loss"),
 )
 STAGE_NAMES = ("generation", "inference", "training")
-# (key, title, what it counts) of the charts between the reward's and the stages'.
+# (key, title, unit) of the charts between the reward's and the stages'.
 STEP_CHARTS = (
     ("kl/mean", "KL to the reference", "nats a token"),
     ("response/length_mean", "Response length", "tokens"),
@@ -34,14 +34,14 @@ STEP_CHARTS = (
     ("loss/value", "Value loss", ""),
     ("generation/tokens_per_second", "Generation speed", "tokens a second"),
 )
-PAIRS = 24  # samples shown at most
-OPEN_PAIRS = 6  # samples that are shown unfolded
+PAIRS = 24  # most samples shown
+OPEN_PAIRS = 6  # samples shown unfolded
 LONGEST_TEXT = 2000  # characters of a text that are shown
 
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """Hold a headline number: a value, what it was before, and a note."""
+    """Hold a headline number: a value, its initial value, and a note."""
 
     label: str
     value: str
@@ -53,7 +53,7 @@ class Figure:
 def write_report(workdir: str | pathlib.Path) -> pathlib.Path:
     """Write WORKDIR/report.html from the run's files, and return its path.
 
-    Errors are those of `read_run`, and OSError where the file cannot be written.
+    Errors are those of `read_run`, and OSError if the file cannot be written.
     """
     run = read_run(workdir)
     path = pathlib.Path(workdir).expanduser() / "report.html"
@@ -83,7 +83,7 @@ def render(run: RunRecord) -> bytes:
     for name, value in run.config.items():
         section, _, key = name.rpartition(".")
         sections.setdefault(section, []).append((key, "—" if value in ("", [], {}) else str(value)))
-    # What was measured on held-out prompts, else the reward in training, before and after.
+    # The measures on held-out prompts, else the training reward, before and after.
     big = []
     for key in run.evaluations[0] if run.evaluations else ():
         if is_measure(key):
@@ -112,16 +112,16 @@ def render(run: RunRecord) -> bytes:
 
 
 def facts(run: RunRecord) -> list[tuple[str, str]]:
-    """Return (name, value) of what the run was."""
+    """Return (name, value) facts of the run."""
     config = run.config
     done = len(run.metrics)
-    asked = config.get("steps", 0)
-    unfinished = isinstance(asked, int) and done < asked
+    steps = config.get("steps", 0)
+    unfinished = isinstance(steps, int) and done < steps
     strategy = str(config.get("generation.strategy", ""))
     rows = [
         ("model", pathlib.PurePath(str(config.get("model.path", ""))).name),
         ("algorithm", run.title),
-        ("steps", f"{done:,} of {asked:,}" if unfinished else f"{done:,}"),
+        ("steps", f"{done:,} of {steps:,}" if unfinished else f"{done:,}"),
         ("drafting", "none" if strategy == "plain" else strategy),
         ("device", run.environment.get("device", "")),
         ("date", f"{run.date.day} {run.date:%B %Y}"),
@@ -131,7 +131,7 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def headline(run: RunRecord) -> list[Figure]:
-    """Return where the run stands: KL, length, speed, and the time it took."""
+    """Return the headline numbers: KL, length, speed, and the time taken."""
     rows = run.metrics
     figures = []
     if kl := series(rows, "kl/mean"):
@@ -164,8 +164,7 @@ def headline(run: RunRecord) -> list[Figure]:
 def charts(run: RunRecord) -> list[Chart]:
     """Draw the reward, those of STEP_CHARTS that have values, and the time of the stages.
 
-    Between them stand what drafts bring, of a fixed strategy, and what slices left undone and
-    moved.
+    In between are the gains of drafts with a fixed strategy, and the idle time and moves of slices.
     """
     trained = series(run.metrics, "reward/mean", "training")
     held_out = series(run.evaluations, "eval/reward", "held-out")
@@ -194,7 +193,7 @@ def charts(run: RunRecord) -> list[Chart]:
 
 
 def other_charts(run: RunRecord) -> list[Chart]:
-    """Draw a small chart for each number that has none above."""
+    """Draw a small chart for each number without one above."""
     shown = {"step", "step/seconds", "reward/mean", *timeline.SLICE_KEYS}
     shown |= {key for key, *_ in STEP_CHARTS + drafting.GAINS} | _terms(run).keys()
     shown |= {f"{stage}/seconds" for stage in STAGE_NAMES}
@@ -205,24 +204,24 @@ def other_charts(run: RunRecord) -> list[Chart]:
 
 
 def left_out(run: RunRecord) -> list[str]:
-    """Say what has no chart, as there is nothing to see: a sentence each."""
-    said = []
+    """List the charts left out because they would be empty, a sentence each."""
+    sentences = []
     if run.trace is not None and len(run.trace.lanes) == 1:
-        said.append("One slice generated everything.")
+        sentences.append("One slice generated everything.")
     if run.strategies and not drafting.drafts(run):
-        said.append("Every round was plain: no drafter promised more tokens a second.")
+        sentences.append("Every round was plain: no drafter promised more tokens a second.")
     keys = dict.fromkeys(key for row in run.metrics for key in row)
     same = [line for line in (series(run.metrics, key) for key in keys) if is_constant(line)]
     if same:
         values = ", ".join(f"{line.name} {reading(line.values[0])}" for line in same)
-        said.append(f"Never changed: {values}.")
-    return said
+        sentences.append(f"Never changed: {values}.")
+    return sentences
 
 
 def pairs(run: RunRecord) -> list[tuple[str, list[tuple[str, Row]]]]:
     """Return (prompt, [(when, sample), ...]) of at most PAIRS samples, evenly spread.
 
-    Of two batches it is what has one prompt. Where batches of training have none in common, the
+    Of two batches it pairs samples with one prompt. If training batches have no common prompt, the
     samples of the last stand alone. Long texts are cut.
     """
 
@@ -245,30 +244,30 @@ def shown_pairs(
 ) -> list[tuple[str, list[tuple[str, Row]]]]:
     """Return (prompt, [(name, sample), ...]) of at most PAIRS rows of samples, evenly spread.
 
-    First stands one of each prompt, then a second.
+    The first sample of each prompt comes first, then the second.
     """
-    found = [
+    pairs_of = [
         (str(row[0].get("prompt", "")), [*zip(names, map(_shown, row), strict=True)])
         for row in rows[:: -(-len(rows) // PAIRS) or 1]
     ]
-    prompts = [prompt for prompt, _ in found]
-    order = sorted(range(len(found)), key=lambda index: prompts[:index].count(prompts[index]))
-    return [found[index] for index in order]
+    prompts = [prompt for prompt, _ in pairs_of]
+    order = sorted(range(len(pairs_of)), key=lambda index: prompts[:index].count(prompts[index]))
+    return [pairs_of[index] for index in order]
 
 
 def _terms(run: RunRecord) -> dict[str, str]:
     """Return the keys of the means of the reward's terms, with their names."""
     keys = dict.fromkeys(key for row in run.metrics for key in row)
-    found = {key: re.fullmatch(r"reward/([^/]+)/mean", key) for key in keys}
-    return {key: match[1] for key, match in found.items() if match}
+    matches = {key: re.fullmatch(r"reward/([^/]+)/mean", key) for key in keys}
+    return {key: match[1] for key, match in matches.items() if match}
 
 
 def _before_after(
     label: str, line: Series, note: str = "", judged: bool = True, ends: bool = False
 ) -> list[Figure]:
-    """Return a figure of a series' start and end, or none of nothing.
+    """Return figures of a series' start and end, or none if it is empty.
 
-    They are those that its chart labels: smoothed, or the `ends` themselves. Where a change is not
+    They are those that its chart labels: smoothed, or the `ends` themselves. If a change is not
     `judged`, it is not marked as good or bad.
     """
     if not line:
@@ -286,7 +285,7 @@ def _total(rows: list[Row], key: str) -> float:
 
 
 def _stage_chart(rows: list[Row]) -> Chart:
-    """Draw the seconds of the steps that say them for every stage that the run has."""
+    """Draw the seconds of every stage of the run, by the steps that have them."""
     names = [one for one in STAGE_NAMES if any(f"{one}/seconds" in row for row in rows)]
     timed = [row for row in rows if all(f"{stage}/seconds" in row for stage in names)]
     layers = [series(timed, f"{stage}/seconds", stage) for stage in names]
@@ -301,7 +300,7 @@ def _stage_chart(rows: list[Row]) -> Chart:
 
 
 def _shown(sample: Row) -> Row:
-    """Return a sample as text to show, long ones cut."""
+    """Return a sample as display text, long ones cut."""
     texts = {}
     for key in ("prompt", "response"):
         text = str(sample.get(key, ""))

@@ -1,4 +1,4 @@
-"""Read what a run left in its workdir, as the report needs it."""
+"""Read the files in a run's workdir, for the report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 Row = dict[str, Any]
-# Keys of a row that strategies are summed by; the rest of it are figures.
+# Keys of a row by which strategies are summed; the rest are figures.
 SUMMED_BY = ("live", "strategy", "drafter", "drafts")
 
 
@@ -32,9 +32,9 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """Hold what each lane did in a step: [n] spans by when they began, a column of each field.
+    """Hold the work of each lane in a step: [n] spans by their beginning, an array per field.
 
-    In no lane they overlap.
+    They do not overlap within a lane.
     """
 
     step: int
@@ -43,20 +43,20 @@ class Trace:
     kind: np.ndarray  # "generate", "exchange", "inference" or "training"
     name: np.ndarray  # the strategy of a round, or the call
     began: np.ndarray  # seconds from the first
-    ended: np.ndarray  # seconds from the first begin
+    ended: np.ndarray  # seconds from the first beginning
     rows: np.ndarray  # live ones of a round, samples of an exchange
     amount: np.ndarray  # tokens, bytes of an exchange
 
     @property
     def file(self) -> str:
-        """Return where it stands in the workdir."""
+        """Return its file in the workdir."""
         return f"timeline/step-{self.step:06d}.json"
 
     def __len__(self) -> int:
         return len(self.lane)
 
     def where(self, chosen: np.ndarray) -> Trace:
-        """Return the spans that are chosen [n] bool."""
+        """Return the chosen [n] bool spans."""
         columns = {
             name: column[chosen]
             for name, column in vars(self).items()
@@ -67,34 +67,34 @@ class Trace:
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """Hold what the files of a run say.
+    """Hold the content of a run's files.
 
-    Of the samples it is the first and the last batch, held-out ones where there are any.
+    Of the samples it has the first and the last batch, held-out ones if there are any.
     """
 
     name: str
     date: datetime.date
     config: dict[str, Any]  # dotted names
-    title: str  # of what it does; '' where an older run did not say
-    metrics: list[Row]  # a step each
-    evaluations: list[Row]  # step and means, an evaluation each
-    # none, one or two (step, samples); held out where `evaluations` is not empty
+    title: str  # '' for an older run without one
+    metrics: list[Row]  # one per step
+    evaluations: list[Row]  # step and means, one per evaluation
+    # none, one or two (step, samples); held out if `evaluations` is not empty
     samples: list[tuple[int, list[Row]]]
     # sums over all steps, by live rows and strategy
     strategies: list[Row]
     trace: Trace | None = None  # the latest
-    # by which command, commit, versions and devices it was made
+    # its command, commit, versions and devices
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    # the digest of each file of its own code, by FILE.py:NAME; None where an older run did not say
+    # the digest of each file of its own code, by FILE.py:NAME; None for an older run without them
     code: Mapping[str, str] | None = None
 
 
 def read_run(workdir: str | pathlib.Path) -> RunRecord:
-    """Return the run in `workdir`, whatever it has of its files.
+    """Return the run in `workdir`, with whichever files it has.
 
     Those are config, about, metrics, evaluations, samples, strategies and traces. Raises
-    FileNotFoundError where there is neither config.json nor metrics.jsonl, ValueError at a damaged
-    line; a torn last line is left out, since the run may be writing it.
+    FileNotFoundError if there is neither config.json nor metrics.jsonl, ValueError for a damaged
+    line; an incomplete last line is left out, since the run may be writing it.
     """
     folder = pathlib.Path(workdir).expanduser().resolve()
     files = [path for path in (folder / "metrics.jsonl", folder / "config.json") if path.is_file()]
@@ -129,22 +129,22 @@ def series(rows: list[Row], key: str, name: str = "") -> Series:
 
 
 def is_constant(line: Series) -> bool:
-    """Tell whether a number was the same at every step, of which there are several."""
+    """Return whether a number has the same value at each of several steps."""
     return len(line) > 1 and bool((line.values == line.values[0]).all())
 
 
 def _finite(value: object) -> bool:
-    """Tell whether a value is a finite number."""
+    """Return whether a value is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _document(path: pathlib.Path) -> dict[str, Any]:
-    """Return the content of a JSON file, or nothing where there is none."""
+    """Return the content of a JSON file, or nothing if it is missing."""
     try:
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:
         raise ValueError(
-            f"{path} is not JSON ({error}); take it away, and the report does without."
+            f"{path} is not JSON ({error}); remove it, and the report is made without it."
         ) from None
 
 
@@ -162,7 +162,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _rows(path: pathlib.Path) -> Iterator[Row]:
     """Yield the lines of a file one by one, as they may be many.
 
-    A last line that is torn is left out.
+    An incomplete last line is left out.
     """
     if not path.is_file():
         return
@@ -176,7 +176,7 @@ def _rows(path: pathlib.Path) -> Iterator[Row]:
                 row = None
             if not isinstance(row, dict) or not _finite(row.get("step")):
                 raise ValueError(
-                    f"{path}, line {number}, is no JSON object with a step; take the line away."
+                    f"{path}, line {number}, is no JSON object with a step; remove the line."
                 )
             yield row
 
@@ -204,12 +204,12 @@ def _first_and_last(path: pathlib.Path) -> list[tuple[int, list[Row]]]:
 
 
 def _strategies(path: pathlib.Path) -> list[Row]:
-    """Return the rows of all steps, added up by live rows and strategy: a long run has many."""
+    """Return the rows of all steps, summed by live rows and strategy: a long run has many."""
     sums: dict[tuple, Row] = {}
     for row in _rows(path):
         if missing := [name for name in SUMMED_BY if name not in row]:
             raise ValueError(
-                f"{path}: a line of step {row['step']} lacks {missing[0]}; take the line away."
+                f"{path}: a line of step {row['step']} lacks {missing[0]}; remove the line."
             )
         names = {name: row[name] for name in SUMMED_BY}
         known = sums.setdefault(tuple(names.values()), names)
@@ -220,7 +220,7 @@ def _strategies(path: pathlib.Path) -> list[Row]:
 
 
 def _latest_trace(folder: pathlib.Path) -> Trace | None:
-    """Return the trace of the last step that generated, or else of the last one that left any."""
+    """Return the trace of the last step that generated, or else of the last one that has any."""
     latest = None
     generated = False
     for path in sorted(folder.glob("step-*.json"))[-2:]:
@@ -233,7 +233,7 @@ def _latest_trace(folder: pathlib.Path) -> Trace | None:
 
 
 def _read_trace(path: pathlib.Path) -> Trace:
-    """Read the trace of a step; ValueError where the file holds none."""
+    """Read the trace of a step; ValueError if the file is not a trace."""
     try:
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
         # The complete events are spans, and the threads are the lanes.
@@ -255,5 +255,5 @@ def _read_trace(path: pathlib.Path) -> Trace:
         )
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} is no trace ({error!r}); take it away, and the report does without."
+            f"{path} is no trace ({error!r}); remove it, and the report is made without it."
         ) from None

@@ -1,4 +1,4 @@
-"""Compute what a chart draws: round ticks, domains, smoothing, fewer points, readable numbers."""
+"""Compute the numbers behind charts: ticks, domains, smoothing, downsampling, number formats."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import math
 
 import numpy as np
 
-from rlhf_jax.runtime.watchdog import spoken
+from rlhf_jax.runtime.watchdog import format_duration
 
-# Values so many spans of the others away from them are cut off at the chart's edge.
+# Values farther from the others than this many spans are cut off at the chart's edge.
 SPIKE = 3.0
 
 
 def tick_step(low: float, high: float, wanted: int) -> float:
     """Return the least round step that cuts low..high into at most `wanted` parts.
 
-    Round are 1, 2 and 5 times a power of ten.
+    Round steps are 1, 2 and 5 times a power of ten.
     """
     least = (high - low) / wanted
     power = 10.0 ** math.floor(math.log10(least))
@@ -35,7 +35,7 @@ def domain(
 ) -> tuple[float, float, float]:
     """Return the round ends of an axis for values [n], and the step of its ticks.
 
-    There are about `wanted` ticks. A lone spike is not between the ends; zero is, if asked or near.
+    There are about `wanted` ticks. A lone spike may be outside; zero is inside if wanted or near.
     """
     low, high = _core(np.sort(values))
     low = 0.0 if from_zero or 0 <= low < high / 2 else low
@@ -48,7 +48,7 @@ def domain(
 
 
 def _core(ordered: np.ndarray) -> tuple[float, float]:
-    """Return the ends of sorted values, spikes left out.
+    """Return the ends of sorted values without spikes.
 
     Spikes are at most one in a hundred values at each end, and only among ten or more.
     """
@@ -68,7 +68,7 @@ def _core(ordered: np.ndarray) -> tuple[float, float]:
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Return the moving mean of values [n], spikes cut off.
+    """Return the moving mean of values [n] without spikes.
 
     It is weighted by a triangle that reaches a fifteenth of the values to either side.
     """
@@ -97,7 +97,7 @@ def extremes(values: np.ndarray, parts: list[slice]) -> np.ndarray:
 
 
 def axis_number(value: float, step: float) -> str:
-    """Write a tick's label, with the digits its step asks for: 0.25, 1,500, 20k, 3M, −2e−5."""
+    """Format a tick's label, with the digits of its step: 0.25, 1,500, 20k, 3M, −2e−5."""
     if abs(value) < step / 2:
         return "0"
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
@@ -110,7 +110,7 @@ def axis_number(value: float, step: float) -> str:
 
 
 def reading(value: float) -> str:
-    """Write a number to read at a glance, of three digits: 0.972, 19.8, 1,234, 1.2e−5."""
+    """Format a number with three digits: 0.972, 19.8, 1,234, 1.2e−5."""
     if value == 0:
         return "0"
     if abs(value) >= 1e6:
@@ -122,21 +122,21 @@ def reading(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Write a duration: 8.5 s, 4 min 20 s, 3 h 05 min, 2 d 4 h."""
+    """Format a duration: 8.5 s, 4 min 20 s, 3 h 05 min, 2 d 4 h."""
     whole = round(seconds)
     if whole < 48 * 3600:
-        return spoken(seconds)
+        return format_duration(seconds)
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 
 def share(part: float, whole: float) -> str:
-    """Write a share: 25%; <1% of what is little and not nothing."""
+    """Format a share: 25%; <1% if small but not 0."""
     per_cent = 100 * part / whole if whole else 0.0
     return "<1%" if 0 < per_cent < 0.5 else f"{per_cent:.0f}%"
 
 
 def volume(amount: float) -> str:
-    """Write a number of bytes: 1.23 GB, 45.6 MB, 789 kB, 12 bytes."""
+    """Format a number of bytes: 1.23 GB, 45.6 MB, 789 kB, 12 bytes."""
     for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if amount >= size:
             return f"{reading(amount / size)} {unit}"
@@ -144,10 +144,10 @@ def volume(amount: float) -> str:
 
 
 def signed(text: str) -> str:
-    """Write a number's text with a true minus sign, and exponents without leading zeros."""
+    """Format a number's text with a true minus sign, and exponents without leading zeros."""
     return text.replace("e-0", "e-").replace("-", "−")
 
 
 def strategy_label(name: str) -> str:
-    """Write a strategy's name; the parents of a tree are not spelled out, but counted."""
+    """Format a strategy's name; the parents of a tree are counted instead of listed."""
     return f"{name.split('-')[0]}-tree of {name.count(',') + 1}" if ":" in name else name

@@ -1,4 +1,4 @@
-"""Draw the latest step's timeline for the report: what slices and other devices did when."""
+"""Draw the latest step's timeline for the report: the work of slices and other devices."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from rlhf_jax.report.charts import Chart, Lane, lanes_chart, line_chart
 from rlhf_jax.report.run import Row, RunRecord, Trace, series
 from rlhf_jax.report.scales import axis_number, reading, share, strategy_label, volume
 
-# (key, title, what it counts) of the charts by step.
+# (key, title, unit) of the charts by step.
 SLICE_CHARTS = (
     ("generation/idle_share", "Idle time", "share of the slices' time in generation"),
     ("generation/moved_bytes", "Moved between slices", "bytes of caches"),
 )
 SLICE_KEYS = tuple(key for key, *_ in SLICE_CHARTS)
 SPAN_KINDS = ("generate", "exchange", "inference", "training")
-# Shades of the colour of rounds: most rows and half of that, half of those and so on.
+# Shades of rounds: from half of the most rows up, from a quarter up, and so on.
 ROW_SHADES = 5
 
-# What is drawn of a timeline at most, so that the page stays small.
+# Limits of the drawing, so that the page stays small.
 MOST_COLUMNS = 600
 BARS = 1400
 MARKS = 500
 TIPS = 192
 LANE_TIPS = 48  # tips of one lane
 MOST_LANES = 128
-TIP_STRATEGIES = 3  # strategies that a tip names
+TIP_STRATEGIES = 3  # strategies in a tip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Busy:
 
 
 def picture(run: RunRecord) -> Chart | None:
-    """Draw the latest step that left a trace; None of a single lane."""
+    """Draw the latest step with a trace; None for a single lane."""
     trace = run.trace
     if trace is None or not len(trace) or len(trace.lanes) == 1:
         return None
@@ -68,8 +68,8 @@ def picture(run: RunRecord) -> Chart | None:
         ("training", "training", "training"),
         ("exchange", "mark", "samples came"),
     )
-    found = [(kind, text) for event, kind, text in others if event in trace.kind]
-    legend = (*zip(_classes(bounds), sizes, strict=True), *found, ("idle", "idle"))
+    other_kinds = [(kind, text) for event, kind, text in others if event in trace.kind]
+    legend = (*zip(_classes(bounds), sizes, strict=True), *other_kinds, ("idle", "idle"))
     note = f"seconds; a lane a slice{some}"
     if _kind_of_lanes(trace) == "lanes":
         note = f"seconds; a lane a slice, or the devices of other calls{some}"
@@ -77,7 +77,7 @@ def picture(run: RunRecord) -> Chart | None:
 
 
 def charts(rows: list[Row]) -> list[Chart]:
-    """Draw idle time and what was moved by step, where there was any."""
+    """Draw idle time and moves by step, if there are any."""
     return [
         Chart(title, note, line_chart(title, line))
         for key, title, note in SLICE_CHARTS
@@ -86,7 +86,7 @@ def charts(rows: list[Row]) -> list[Chart]:
 
 
 def words(trace: Trace) -> str:
-    """Write the idle share, and what moved between slices."""
+    """Describe the idle share, and the moves between slices."""
     whole = len(trace.lanes) * float(trace.ended.max()) or 1.0
     idle = 1.0 - float((trace.ended - trace.began).sum()) / whole
     moved = _moved(trace) or "no sample moved"
@@ -95,7 +95,7 @@ def words(trace: Trace) -> str:
 
 
 def busy(part: Trace, edges: np.ndarray) -> Busy:
-    """Return what one slice did between `edges` [columns + 1]."""
+    """Return the work of one slice between `edges` [columns + 1]."""
     kinds = {kind: part.kind == kind for kind in SPAN_KINDS}
     ones = np.ones(len(part))
     seconds = {kind: _within(part, chosen, ones, edges) for kind, chosen in kinds.items()}
@@ -107,7 +107,7 @@ def busy(part: Trace, edges: np.ndarray) -> Busy:
 
 
 def _lanes(trace: Trace, shown: np.ndarray, right: float, bounds: list[int]) -> list[Lane]:
-    """Return the lanes of these slices, in columns as fine as keeps the picture small."""
+    """Return the lanes of these slices, with the finest columns that keep the picture small."""
     parts = [trace.where(trace.lane == index) for index in shown]
 
     def bars(columns: int) -> list[list[tuple[str, float, float]]]:
@@ -144,11 +144,11 @@ def _lanes(trace: Trace, shown: np.ndarray, right: float, bounds: list[int]) -> 
 
 
 def _fitting(draw: Callable[[int], list[list]], most: int) -> list[list]:
-    """Draw in MOST_COLUMNS, or half of that and so on, until it is at most so much in all."""
+    """Draw in MOST_COLUMNS, or half of that and so on, until the total is within the limit."""
     columns = MOST_COLUMNS
-    while sum(map(len, found := draw(columns))) > most and columns > 1:
+    while sum(map(len, drawn := draw(columns))) > most and columns > 1:
         columns //= 2
-    return found
+    return drawn
 
 
 def _within(part: Trace, chosen: np.ndarray, weights: np.ndarray, edges: np.ndarray) -> np.ndarray:
@@ -164,9 +164,9 @@ def _within(part: Trace, chosen: np.ndarray, weights: np.ndarray, edges: np.ndar
 
 
 def _bars(seen: Busy, edges: np.ndarray, bounds: list[int]) -> list[tuple[str, float, float]]:
-    """Return (class, left, right) of runs of columns alike.
+    """Return (class, left, right) of runs of equal columns.
 
-    There is none where a lane did nothing for most of a column.
+    There is no bar for columns in which a lane was mostly idle.
     """
     shade = np.searchsorted(bounds, np.minimum(seen.rows, bounds[-1]) - 1e-6)
     kind = np.where(seen.inference > seen.generate, len(bounds), shade)
@@ -180,12 +180,12 @@ def _bars(seen: Busy, edges: np.ndarray, bounds: list[int]) -> list[tuple[str, f
 
 
 def _classes(bounds: list[int]) -> list[str]:
-    """Return the class of each shade: the fullest is always of the same colour."""
+    """Return the class of each shade: the fullest always has the same colour."""
     return [f"rows-{ROW_SHADES - len(bounds) + index}" for index in range(len(bounds))]
 
 
 def _tip(part: Trace, lane: str, column: int, seen: Busy, left: float, right: float) -> str:
-    """Write what a lane did from `left` to `right`, a column of what is seen."""
+    """Describe the work of a lane from `left` to `right`, one drawn column."""
     whole = right - left
     lines = [f"{lane}, {axis_number(left, whole)} to {axis_number(right, whole)} s"]
     inside = part.where((part.began < right) & (part.ended > left))
@@ -206,12 +206,12 @@ def _tip(part: Trace, lane: str, column: int, seen: Busy, left: float, right: fl
 
 
 def _kind_of_lanes(trace: Trace) -> str:
-    """Say what the lanes are: slices, where generation's are all that there are."""
+    """Name the kind of the lanes: slices, if all are generation's."""
     return "slices" if all(name.startswith("slice ") for name in trace.lanes) else "lanes"
 
 
 def _moved(part: Trace, word: str = "moved") -> str:
-    """Write '3 samples moved with caches of 1.2 MB'; '' of no exchange."""
+    """Return '3 samples moved with caches of 1.2 MB'; '' without moves."""
     exchanges = part.kind == "exchange"
     count = int(part.rows[exchanges].sum())
     if not count:

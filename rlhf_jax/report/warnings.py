@@ -1,4 +1,4 @@
-"""Say what of a run should worry its reader: a sentence each, with its number."""
+"""Warnings about a run: one sentence each, with its number."""
 
 from __future__ import annotations
 
@@ -15,31 +15,30 @@ from rlhf_jax.report.scales import reading, share
 RECENT = 5  # steps whose mean is "at the end"
 KL_NATS = 10.0  # of a response
 KL_GROWTH = 10.0
-KL_SMALL = 1.0  # nats of a response, below which growth is no matter
-UNLIKELIER = 1.2  # times as many nats a token cost the reference
+KL_SMALL = 1.0  # nats of a response, below which growth does not matter
+UNLIKELIER = 1.2  # factor on the nats of a token by the reference
 MISMATCH_NATS = 0.02  # of a token
 SHOWN_LETTERS = 60  # of what answers begin with
-ALIKE = 0.25  # of the answers begin alike
-OF_ONE_FORM = 0.5  # of the answers begin alike but for words of the prompt
+ALIKE = 0.25  # share of answers that begin alike
+OF_ONE_FORM = 0.5  # share of answers that begin alike except for words of the prompt
 FEWEST_STEPS = 3  # of a run that should have learned something
 HARDLY = 0.05  # nats of a response, below which a policy has hardly moved
-CERTAIN = 2.0  # standard errors that a reward rises at least
+CERTAIN = 2.0  # least standard errors of a rising reward
 SATURATED = 0.02  # of the reward's range
 FALLEN = 0.02  # of a held-out measure
-RISEN = 1.02  # times its least, from which a held-out loss is told of
-# Options of which a policy's loss reads no more than the ratio of probabilities, and what they are
-# where nobody has chosen them.
+RISEN = 1.02  # times its minimum, from which a held-out loss is reported
+# Options that affect a policy's loss only through the ratio of probabilities, and their defaults.
 OF_RATIO = {
     "algorithm.loss": "ppo",
     "training.clip_low": 0.2,
     "training.clip_high": 0.2,
     "training.target_kl": 0.0,
 }
-OWN_RULES = ("eval/reward", "eval/distinct_pairs")  # keys that no fall of is told
+OWN_RULES = ("eval/reward", "eval/distinct_pairs")  # keys whose fall is not reported
 
 
 def warnings(run: RunRecord) -> list[str]:
-    """Return what is wrong or soon may be, the gravest first."""
+    """Return the problems of a run, present or likely, the gravest first."""
     return [sentence for check in CHECKS for sentence in check(run)]
 
 
@@ -63,7 +62,7 @@ def _kl(run: RunRecord) -> Iterator[str]:
 
 
 def _unlikely(run: RunRecord) -> Iterator[str]:
-    """Tell of answers that the reference would hardly write: few nats of KL may ruin short ones."""
+    """Yield a warning of answers that are unlikely for the reference, even if their KL is small."""
     line = series(run.metrics, "reference/nats")
     if len(line) < FEWEST_STEPS:
         return
@@ -73,12 +72,12 @@ def _unlikely(run: RunRecord) -> Iterator[str]:
         yield (
             f"A token of an answer costs the reference {reading(now)} nats, and cost it"
             f" {reading(first)} at first: the answers become unlikely language, so look at the"
-            " samples; the reward may not ask for sense."
+            " samples; the reward may not require sense."
         )
 
 
 def _learning(run: RunRecord) -> Iterator[str]:
-    """Tell of a policy that has not left its beginning, or else of a reward that has not risen."""
+    """Yield a warning of a policy that has hardly moved, or else of a reward that has not risen."""
     reward = series(run.metrics, "reward/mean")
     held_out = series(run.evaluations, "eval/reward").values
     risen = certain_change(run) > 0 or (
@@ -113,11 +112,11 @@ def _learning(run: RunRecord) -> Iterator[str]:
 
 
 def certain_change(run: RunRecord) -> float:
-    """Return how much higher the reward is in the last quarter; 0 where that may be chance."""
+    """Return how much higher the reward is in the last quarter; 0 if that may be chance."""
     reward = series(run.metrics, "reward/mean").values
     part = max(1, len(reward) // 4)
     spread = series(run.metrics, "reward/std").values
-    # Samples of a prompt are alike, so prompts are counted, each once in both parts.
+    # Samples of a prompt are correlated, so prompts are counted, each once in both parts.
     prompts = max(1, run.config.get("generation.prompts_per_step", 1)) * part
     error = float(spread.mean()) * (2 / prompts) ** 0.5 if len(spread) else 0.0
     change = float(reward[-part:].mean() - reward[:part].mean()) if len(reward) else 0.0
@@ -125,23 +124,23 @@ def certain_change(run: RunRecord) -> float:
 
 
 def _without_effect(run: RunRecord) -> Iterator[str]:
-    """Tell of options that read the ratio of probabilities, where it is 1 by construction."""
+    """Yield a warning of options that depend on the ratio of probabilities if that is always 1."""
     config = run.config
     updates = config.get("training.epochs", 2) * config.get("training.minibatches", 2)
     if updates > 1 or config.get("training.lag"):
         return
     changed = [key for key, usual in OF_RATIO.items() if config.get(key, usual) != usual]
     if changed:
-        told = " and ".join(f"{key}={config[key]}" for key in changed)
+        settings = " and ".join(f"{key}={config[key]}" for key in changed)
         yield (
-            f"{told} reads a ratio of probabilities that is 1 in every update, with one epoch, one"
-            " minibatch and no lag: only what else it reads matters; for ratios raise"
+            f"{settings} reads a ratio of probabilities that is 1 in every update with one epoch,"
+            " one minibatch and no lag: only its other inputs have an effect; for ratios raise"
             " training.minibatches or training.epochs."
         )
 
 
 def _overfitted(run: RunRecord) -> Iterator[str]:
-    """Tell of losses on held-out rows that have risen since they were lowest."""
+    """Yield a warning of losses on held-out rows that have risen since their minimum."""
     for key in run.evaluations[0] if run.evaluations else ():
         line = series(run.evaluations, key)
         if key.startswith("eval/loss/") and line.values[-1] > RISEN * line.values.min():
@@ -163,7 +162,7 @@ def _falling(run: RunRecord) -> Iterator[str]:
             if last < first - FALLEN * max(1.0, abs(first)):
                 yield (
                     f"Held-out {key.removeprefix('eval/')} fell from {reading(first)} to"
-                    f" {reading(last)} while the policy learned: the reward does not ask for it."
+                    f" {reading(last)} while the policy learned: the reward does not measure it."
                 )
 
 
@@ -258,18 +257,18 @@ def _skipped(run: RunRecord) -> Iterator[str]:
 
 
 def _never_measured(run: RunRecord) -> Iterator[str]:
-    """Tell of a number that a setting waits for, and that no step and no evaluation has had."""
+    """Yield a warning of a number that a setting waits for, and that was never measured."""
     stop_at = run.config.get("stop_at")
     waited = {"stop_at": StopAt(stop_at).key} if stop_at else {}
     waited["checkpoint.best"] = run.config.get("checkpoint.best", "")
     for setting, key in waited.items():
         rows = run.evaluations if key.startswith("eval/") else run.metrics
         if key and rows and not any(key in row for row in rows):
-            yield f"{setting} waits for {key}, which was never measured: mend the name."
+            yield f"{setting} waits for {key}, which was never measured: correct the name."
 
 
 def _recent(run: RunRecord, key: str) -> float:
-    """Return what a number is at the end; 0 where the run has none."""
+    """Return the mean of a number's last steps; 0 if the run has none."""
     values = series(run.metrics, key).values[-RECENT:]
     return float(np.mean(values)) if len(values) else 0.0
 

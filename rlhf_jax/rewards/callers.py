@@ -1,4 +1,4 @@
-"""Rewards that are functions of the calling program, as a notebook has them."""
+"""Rewards that are functions of the calling program, such as a notebook."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLAIN_TYPES = (str, bytes, int, float, bool, type(None))
 
 
 class CallerSource(FunctionSource):
-    """Call functions that this process has given."""
+    """Call functions that were registered in this process."""
 
     def __init__(self):
         self.functions: dict[str, Reward] = {}  # by spec
@@ -28,7 +28,7 @@ class CallerSource(FunctionSource):
         return spec.removeprefix(f"{SCHEME}://").partition("/")[0]
 
     def check(self, spec: str) -> None:
-        """Refuse a function that this process was not given."""
+        """Refuse a function that was not registered in this process."""
         if spec not in self.functions:
             raise ValueError(
                 f"Reward {spec!r} was a function of the program that began the run: go on with it"
@@ -36,24 +36,24 @@ class CallerSource(FunctionSource):
             )
 
     def open(self, spec: str, config: Config, alive: Callable[[], None]) -> Workers:
-        """Call the function in a thread; one that takes too long is left to itself."""
+        """Call the function in a thread; a call that takes too long is abandoned."""
         function = self.functions[spec]
         start = functools.partial(start_thread, function=function)
         return workers_of(self.term_name(spec), config, alive, count=1, start=start)
 
 
 def offer(function: Reward, identity: str = "") -> str:
-    """Let a config name a function of this process; return the spec that names it.
+    """Register a function of this process; return the spec that names it.
 
-    The function is known by its source and the plain values of its closure, or by `identity`.
-    Raises ValueError where neither is there.
+    Its source and the plain values of its closure, or `identity`, identify the function. Raises
+    ValueError if neither is available.
     """
     if not identity:
         try:
             source = inspect.getsource(function)
         except (OSError, TypeError) as error:
             raise ValueError(
-                "The source of the reward cannot be read, so that a run that goes on could not tell"
+                "The source of the reward cannot be read, so that a resumed run could not know"
                 " whether it is the same: give reward_id= a text that names it."
             ) from error
         closure = inspect.getclosurevars(function).nonlocals

@@ -1,6 +1,6 @@
 """Carry calls and replies between the trainer and the processes that compute rewards.
 
-Only bytes of bounded length go through the pipe, and only these messages are made of them.
+Only bytes of bounded length go through the pipe, and only these messages are decoded from them.
 """
 
 from __future__ import annotations
@@ -14,41 +14,41 @@ from rlhf_jax.rewards.combination import Response, Score
 from rlhf_jax.runtime import messages
 
 LARGEST_CALL = 1 << 28  # bytes of responses with their prompts and rows
-LARGEST_REPLY = 1 << 20  # bytes of numbers, or of why there are none, for each RESPONSES
+LARGEST_REPLY = 1 << 20  # bytes of numbers or errors, for each RESPONSES
 RESPONSES = 1024
-PAUSE = 10  # seconds in which the rest of a message must come, or be taken, once it has begun
+PAUSE = 10  # seconds in which a message that has begun must be completed
 
 
 @messages.register
 @dataclasses.dataclass(frozen=True)
 class RewardCall:
-    """Ask for the rewards of the responses of one call."""
+    """Request the rewards of the responses of one call."""
 
     number: int  # of the call
-    seconds: float  # after which an async function is told to give up
+    seconds: float  # time limit of an async function
     responses: list[Response]  # rows have the types that the reader of their file gives
 
 
 @messages.register
 @dataclasses.dataclass(frozen=True)
 class WorkerImports:
-    """Say that the import of the reward begins."""
+    """Announce that the import of the reward begins."""
 
 
 @messages.register
 @dataclasses.dataclass(frozen=True)
 class WorkerReady:
-    """Say that the reward is imported, and how it wants to be called; calls may come."""
+    """Announce that the reward is imported, with its call signature."""
 
     form: str  # of `signatures.Form`
     is_async: bool
-    columns: tuple[str, ...] = ()  # of the prompts, which it cannot do without
+    columns: tuple[str, ...] = ()  # of the prompts, required by it
 
 
 @messages.register
 @dataclasses.dataclass(frozen=True)
 class RewardResults:
-    """Give what came of each response of a call; None where an async function gave it up."""
+    """Return a result for each response of a call; None if an async function abandoned it."""
 
     number: int
     results: list[Score | str] | None
@@ -57,17 +57,17 @@ class RewardResults:
 @messages.register
 @dataclasses.dataclass(frozen=True)
 class RewardFailure:
-    """Say why there never will be rewards."""
+    """Report why there will be no rewards."""
 
     reason: str
 
 
-# what came of the start, or of a call
+# outcome of the start, or of a call
 RewardReply = WorkerImports | WorkerReady | RewardResults | RewardFailure
 
 
 def send(pipe: connection.Connection, message: RewardCall | RewardReply) -> None:
-    """Send a message; raise ValueError where it holds what cannot travel or is too long."""
+    """Send a message; raise ValueError if it has unsupported content or is too long."""
     largest = LARGEST_REPLY
     if isinstance(message, RewardCall):
         largest = LARGEST_CALL
@@ -77,25 +77,24 @@ def send(pipe: connection.Connection, message: RewardCall | RewardReply) -> None
 
 
 def largest_reply(responses: int) -> int:
-    """Return the most bytes of a reply about so many responses."""
+    """Return the most bytes of a reply about this many responses."""
     return LARGEST_REPLY * max(1, -(-responses // RESPONSES))
 
 
 def receive_call(pipe: connection.Connection) -> RewardCall:
     """Return the next call.
 
-    Raises ValueError for bytes that are none, EOFError where the trainer has closed its end, and
-    OSError where there are too many bytes.
+    Raises ValueError for invalid bytes, EOFError if the trainer has closed its end, and OSError if
+    there are too many bytes.
     """
     return messages.decode(pipe.recv_bytes(LARGEST_CALL), "the pipe of calls", RewardCall)
 
 
 def receive_reply(pipe: connection.Connection, largest: int) -> RewardReply:
-    """Return the next reply, of at most so many bytes.
+    """Return the next reply, of bounded length.
 
-    Raises ValueError for bytes that are none, EOFError where the process has closed its end,
-    BlockingIOError where a reply that began does not go on, and OSError where there are too many
-    bytes.
+    Raises ValueError for invalid bytes, EOFError if the process has closed its end, BlockingIOError
+    if a reply that began does not continue, and OSError if there are too many bytes.
     """
     data = pipe.recv_bytes(largest)
     reply = messages.decode(data, "the pipe of a reward process")
@@ -105,7 +104,7 @@ def receive_reply(pipe: connection.Connection, largest: int) -> RewardReply:
 
 
 def limit_wait(pipe: connection.Connection) -> None:
-    """Have a read or a write fail with BlockingIOError where a message goes on too late."""
+    """Make a read or a write fail with BlockingIOError if a message is not continued in time."""
     end = socket.socket(fileno=pipe.fileno())
     for way in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         end.setsockopt(socket.SOL_SOCKET, way, struct.pack("ll", PAUSE, 0))

@@ -1,7 +1,7 @@
-"""What answers calls of a reward: a process of its own, or a thread of this one.
+"""The workers that answer calls of a reward: a separate process, or a thread of this one.
 
-Either has the other end of a pipe, and serves calls as `serving.py` does. What runs in a process
-can be ended; a thread can only be left to itself.
+Either has the other end of a pipe, and serves calls as in `serving.py`. A process can be killed; a
+thread can only be abandoned.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from rlhf_jax.rewards.calls import limit_wait
 from rlhf_jax.rewards.serving import serve_calls
 from rlhf_jax.runtime.native_output import screen
 
-START_SECONDS = 120.0  # for Python, and for an import where calls have no limit
-LEAVE_SECONDS = 0.5  # in which a thread may end by itself
+START_SECONDS = 120.0  # for Python, and for an import if calls have no limit
+LEAVE_SECONDS = 0.5  # for a thread to end by itself
 
 
 @dataclasses.dataclass
 class Child(abc.ABC):
-    """Hold our end of a pipe to what answers calls, and the calls that it has."""
+    """Hold our end of a pipe to a worker, and its calls."""
 
     pipe: connection.Connection
     start_deadline: float = dataclasses.field(
@@ -41,21 +41,21 @@ class Child(abc.ABC):
 
     @property
     def busy(self) -> bool:
-        """Tell whether something is to come of it."""
+        """Return whether a result of it is pending."""
         return not self.ready or bool(self.deadlines)
 
     @property
     def deadline(self) -> float:
-        """Return the first time at which it is late."""
+        """Return the first deadline."""
         return min(self.deadlines.values()) if self.ready else self.start_deadline
 
     @abc.abstractmethod
     def gone(self) -> bool:
-        """Tell whether it has ended."""
+        """Return whether it has ended."""
 
     @abc.abstractmethod
     def ending(self) -> str:
-        """Say how it ended, where its end of the pipe is closed."""
+        """Describe how it ended, once its end of the pipe is closed."""
 
     @abc.abstractmethod
     def end(self) -> None:
@@ -64,17 +64,17 @@ class Child(abc.ABC):
 
 @dataclasses.dataclass(kw_only=True)
 class ProcessChild(Child):
-    """Hold a process, which imports the reward of a spec."""
+    """Hold a process that imports the reward of a spec."""
 
     process: subprocess.Popen
-    lifeline: connection.Connection  # closed by the kernel, whatever ends this process
+    lifeline: connection.Connection  # closed by the kernel, however this process ends
 
     def gone(self) -> bool:
-        """Tell whether the process has ended."""
+        """Return whether the process has ended."""
         return self.process.poll() is not None
 
     def ending(self) -> str:
-        """Say with which code or by which signal it ended."""
+        """Describe the exit code or signal with which it ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self.process.wait(1)
             if code >= 0:
@@ -83,9 +83,9 @@ class ProcessChild(Child):
         return "ended its process with its end of the pipe closed"
 
     def end(self) -> None:
-        """Kill the process, and all that it has started."""
+        """Kill the process, and all processes that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            # it leads a group: what it has started ends as well
+            # it leads a group, so its children end as well
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.pipe.close()
@@ -94,34 +94,34 @@ class ProcessChild(Child):
 
 @dataclasses.dataclass(kw_only=True)
 class ThreadChild(Child):
-    """Hold a thread, which calls a function of this process."""
+    """Hold a thread that calls a function of this process."""
 
     thread: threading.Thread
 
     def gone(self) -> bool:
-        """Tell whether the thread has ended."""
+        """Return whether the thread has ended."""
         return not self.thread.is_alive()
 
     def ending(self) -> str:
-        """Say that it ended, which only an async function's tasks can bring about."""
+        """Report that it ended, which only an async function's tasks can cause."""
         return "ended its event loop"
 
     def end(self) -> None:
-        """Close the pipe, so that the thread ends once the reward returns; do not wait for that."""
+        """Close the pipe, so that the thread ends once the reward returns; do not wait for it."""
         self.pipe.close()
         self.thread.join(LEAVE_SECONDS)
 
 
 def start_process(spec: str) -> ProcessChild:
-    """Start a process, which imports the reward as this process would, and is not ready yet."""
+    """Start a process that imports the reward as this process would; it is not ready yet."""
     ours, theirs = Pipe()
-    held, watched = Pipe()  # nothing is sent: what happens on it is the end of this process
+    held, watched = Pipe()  # nothing is sent: its closing marks the end of this process
     module = "rlhf_jax.rewards.serving"
     process = subprocess.Popen(  # noqa: S603  # this Python, and the config's own reward
         [sys.executable, "-P", "-m", module, spec, str(watched.fileno())],
         stdin=theirs.fileno(),
         pass_fds=(watched.fileno(),),
-        stdout=screen(),  # what a reward prints
+        stdout=screen(),  # output of a reward
         stderr=screen(),
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         start_new_session=True,  # Ctrl-C in the terminal is not for it
@@ -133,11 +133,11 @@ def start_process(spec: str) -> ProcessChild:
 
 
 def start_thread(name: str, function: Callable[..., Any]) -> ThreadChild:
-    """Start a thread, which calls a function; it holds up no end of this process."""
+    """Start a thread that calls a function; it does not delay the end of this process."""
     ours, theirs = Pipe()
 
     def answer() -> None:
-        # Whatever a task of the function's own raises past its event loop ends the thread.
+        # An error of the function's own tasks that escapes its event loop ends the thread.
         with theirs, contextlib.suppress(BaseException):
             serve_calls(theirs, lambda: function, lambda _: contextlib.nullcontext())
 

@@ -1,4 +1,4 @@
-"""Rewards of responses, on the host: what is scored, what a scorer gives, and weighted sums."""
+"""Rewards of responses, on the host: inputs, results of a scorer, and weighted sums."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import numpy as np
 from rlhf_jax.runtime import messages
 from rlhf_jax.runtime.extensions import load_named
 
-# A function that scores responses; `signatures` says of what it may be.
+# A function that scores responses; `signatures` defines its forms.
 Reward = Callable[..., Any]
 
-# Rewards of the package that a config names alone.
+# Rewards of the package that a config names without a module.
 READY = {
     "math_verify": "rlhf_jax.rewards.ready.answers:math_verify",
     "think_format": "rlhf_jax.rewards.ready.formats:think_format",
@@ -27,10 +27,10 @@ LARGEST = float(np.finfo(np.float32).max)
 @messages.register
 @dataclasses.dataclass(frozen=True)
 class Response:
-    """Hold a response with all that a reward may read."""
+    """Hold a response with all inputs of a reward."""
 
-    prompt: str  # what the user said
-    messages: list[dict[str, Any]]  # the chat that was answered, system message included
+    prompt: str  # the user's text
+    messages: list[dict[str, Any]]  # the chat before the response, system message included
     row: dict[str, Any]  # the prompt's whole row of the file
     response: str
     tokens: list[int] = dataclasses.field(default_factory=list)  # of the response
@@ -40,37 +40,37 @@ class Response:
 @messages.register
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """Hold what a response is worth, and numbers beside it that are logged by their names.
+    """Hold the reward of a response, and further numbers that are logged by their names.
 
-    A number that could not be had is NaN.
+    An invalid number is NaN.
     """
 
     value: float
     numbers: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
-RewardResult = Score | str  # of a response: its score, or the reason why there is none
+RewardResult = Score | str  # of a response: its score, or the reason of a failure
 
 
 @messages.register
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Hold one number for each response, or the reason why there is none."""
+    """Hold one number for each response, or the reason of a failure."""
 
     values: np.ndarray  # [B] float32, NaN where scoring failed
     failures: dict[int, str]  # index of the response -> reason, in order of the responses
-    # of responses that have some: index -> numbers by name
+    # of responses with further numbers: index -> numbers by name
     numbers: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)
 
     def result(self, index: int) -> RewardResult:
-        """Return what came of one response."""
+        """Return the result of one response."""
         if index in self.failures:
             return self.failures[index]
         return Score(float(self.values[index]), self.numbers.get(index, {}))
 
 
 class Broken(ValueError):
-    """Report a reward that has never given a number, and gave none for any of these responses."""
+    """Report a reward that has never returned a number, and failed for all of these responses."""
 
     def __init__(self, message: str, scores: Scores):
         super().__init__(message)
@@ -82,25 +82,25 @@ Scorer = Callable[[Sequence[Response]], Scores]
 
 @runtime_checkable
 class EagerScorer(Protocol):
-    """Score responses as they come, beside what else is done, and the rest when called."""
+    """Score responses as they arrive, in the background, and the rest when called."""
 
     def __call__(self, responses: Sequence[Response], /) -> Scores:
-        """Score responses; wait for that."""
+        """Score responses, and wait for the results."""
         ...
 
     def begin(self, key: int, response: Response, siblings: tuple[int, ...]) -> None:
-        """Start to score a response that `collect` may return under a key; do not wait.
+        """Start scoring a response that `collect` may return under a key, without waiting.
 
-        siblings: the keys of all samples of its prompt, this one's too, in order.
+        siblings: the keys of all samples of its prompt, this one's included, in order.
         """
         ...
 
     def advance(self) -> None:
-        """Go on as far as that needs no waiting."""
+        """Make progress without waiting."""
         ...
 
     def collect(self) -> dict[int, RewardResult]:
-        """Return the results of what was begun, by key; wait for them."""
+        """Return the results of started responses by key; wait for them."""
         ...
 
 
@@ -119,22 +119,22 @@ def weighted(
 ) -> tuple[Scores, dict[str, float]]:
     """Compute the weighted sum of several scorers, and metrics of each.
 
-    known: by term, results that some responses have already, by their index. A response fails where
+    known: by term, results that some responses have already, by their index. A response fails if
     any term fails, for the reason of the first such term. `reward/<name>/mean` is over the
-    responses that the term could score, and left out where there are none; `reward/<name>/failed`
-    counts the others. `reward/<name>/<number>` is the mean of a number beside the reward over those
-    that have it, and `reward/<name>/<number>/failed` counts those where it was not finite, if any.
-    Broken where a term is, and none of its results was known.
+    responses that the term could score, and left out if there are none; `reward/<name>/failed`
+    counts the others. `reward/<name>/<number>` is the mean of a further number over the responses
+    that have it, and `reward/<name>/<number>/failed` counts those whose number was not finite, if
+    any. Broken if a term is, and none of its results was known.
     """
     values = np.zeros(len(responses), np.float32)
     failures = {}
     metrics = {}
     for name, weight, scorer in terms:
         scores = _with_known(scorer, responses, known.get(name, {}))
-        with np.errstate(over="ignore", invalid="ignore"):  # told below
+        with np.errstate(over="ignore", invalid="ignore"):  # reported below
             values += np.float32(weight) * scores.values
-        own = {index: f"{name} {reason}" for index, reason in scores.failures.items()}
-        failures = own | failures
+        reasons = {index: f"{name} {reason}" for index, reason in scores.failures.items()}
+        failures = reasons | failures
         if len(scores.failures) < len(responses):
             metrics[f"reward/{name}/mean"] = float(np.nanmean(scores.values, dtype=float))
         metrics[f"reward/{name}/failed"] = float(len(scores.failures))
@@ -145,30 +145,30 @@ def weighted(
 
 
 def means_of(numbers: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each number beside a reward, and how many of it were not finite."""
+    """Return the mean of each further number, and the count of non-finite ones."""
     means = {}
     for name in sorted({one for own in numbers.values() for one in own}):
-        found = np.array([own[name] for own in numbers.values() if name in own])
-        finite = found[np.abs(found) <= LARGEST]
+        values = np.array([own[name] for own in numbers.values() if name in own])
+        finite = values[np.abs(values) <= LARGEST]
         if finite.size:
             means[name] = float(np.mean(finite))
-        if finite.size < found.size:
-            means[f"{name}/failed"] = float(found.size - finite.size)
+        if finite.size < values.size:
+            means[f"{name}/failed"] = float(values.size - finite.size)
     return means
 
 
 def _with_known(
     scorer: Scorer, responses: Sequence[Response], known: Mapping[int, RewardResult]
 ) -> Scores:
-    """Score the responses that have no known result, and join both."""
+    """Score the responses without known results, and join both."""
     rest = [index for index in range(len(responses)) if index not in known]
     try:
-        found = scorer([responses[index] for index in rest]) if rest else as_scores([])
+        scored = scorer([responses[index] for index in rest]) if rest else as_scores([])
     except Broken as broken:
         if not known:
             raise
-        found = broken.scores
-    fresh = {index: found.result(place) for place, index in enumerate(rest)}
+        scored = broken.scores
+    fresh = {index: scored.result(place) for place, index in enumerate(rest)}
     joined = {**known, **fresh}
     return as_scores([joined[index] for index in range(len(responses))])
 
@@ -195,17 +195,17 @@ def as_scores(results: Sequence[float | RewardResult]) -> Scores:
 def in_order(
     parts: Sequence[Sequence[int]], results: Iterable[Iterable[RewardResult]]
 ) -> list[RewardResult]:
-    """Return results in the order of the responses; parts: the indices that each part has."""
-    found = {
+    """Return results in the order of the responses; parts: the indices of each part."""
+    by_index = {
         index: result
         for part, own in zip(parts, results, strict=True)
         for index, result in zip(part, own, strict=True)
     }
-    return [found[index] for index in range(len(found))]
+    return [by_index[index] for index in range(len(by_index))]
 
 
 def failure(result: float | RewardResult) -> str:
-    """Say why a result is no score; empty where it is one."""
+    """Return why a result is not a score; '' if it is one."""
     if isinstance(result, str):
         return result
     value = result.value if isinstance(result, Score) else result
@@ -215,10 +215,10 @@ def failure(result: float | RewardResult) -> str:
 
 
 def refuse_broken(name: str, scores: Scores) -> None:
-    """Raise Broken, with the first reason, where every response failed.
+    """Raise Broken, with the first reason, if every response failed.
 
-    It is for a reward that has never given a number: one that has may fail on a whole batch and
-    still not be broken.
+    Use it for a reward that has never returned a number: another may fail on a whole batch without
+    being broken.
     """
     if scores.failures and len(scores.failures) == len(scores.values):
         first = scores.failures[0].rstrip(".")
@@ -232,9 +232,8 @@ def refuse_broken(name: str, scores: Scores) -> None:
 def load_reward(spec: str) -> Reward:
     """Return the function named by "package.module:function" or "path/to/file.py:function".
 
-    One of the package has a name alone.
-
-    Errors are those of `load_named`; ValueError, too, where it is no function.
+    The package's own rewards have a bare name. Errors are those of `load_named`; also ValueError
+    for anything but a function.
     """
     reward = load_named(READY.get(spec, spec), "Reward")
     if not callable(reward):

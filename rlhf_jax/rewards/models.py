@@ -25,18 +25,18 @@ from rlhf_jax.types import Array, Model
 
 @dataclasses.dataclass(frozen=True)
 class RewardModel:
-    """Hold a Hugging Face classifier of one label, and say how it reads conversations.
+    """Hold a Hugging Face classifier of one label, and how it reads conversations.
 
     The chat and the response as the assistant's message go through the reward model's own chat
-    template, or one after the other where it has none. The score is that of the scalar head at the
-    last token. As in transformers' ...ForSequenceClassification, that is the last token which is
-    not config.json's `pad_token_id`: with the end-of-text token as padding, it is the one before
-    the final end of text. Raises ValueError for a language model.
+    template, or are concatenated if it has none. The score is that of the scalar head at the last
+    token. As in transformers' ...ForSequenceClassification, that is the last token other than
+    config.json's `pad_token_id`: with the end-of-text token as padding, it is the one before the
+    final end of text. Raises ValueError for a language model.
     """
 
     source: Source
     model: Model
-    rows: int  # conversations read at a time, where row shards divide them
+    rows: int  # conversations read at a time, if row shards divide them
     length_bucket: int = 64  # Their tokens are padded on the right to a multiple of this.
 
     def __post_init__(self) -> None:
@@ -48,7 +48,7 @@ class RewardModel:
 
     @functools.cached_property
     def padding(self) -> int | None:
-        """Return the id of the token that is never read; None where config.json names none."""
+        """Return the id of the padding token, never read; None if config.json names none."""
         file = self.source.path / "config.json"
         return token_id(read_json(file), "pad_token_id", file)
 
@@ -60,12 +60,12 @@ ScoredRows = tuple[list[int], jax.Array]
 def start_scoring(
     reward_model: RewardModel, responses: Sequence[Response], layout: Layout
 ) -> tuple[list[ScoredRows], dict[int, str]]:
-    """Start to score responses on the model's devices: (parts on their way, failures by index).
+    """Start scoring responses on the model's devices; return pending parts and failures by index.
 
-    A failure is the reason why a response cannot be scored, such as being longer than the model's
-    context. Responses of like length go together.
+    A failure is the reason why a response cannot be scored, such as exceeding the model's context.
+    Responses of similar length are batched together.
     """
-    weights = fetched(reward_model.model)  # on their way while texts are read
+    weights = fetched(reward_model.model)  # in transfer while texts are tokenized
     texts = [_tokens_to_read(reward_model, response) for response in responses]
     fitting = {index: text for index, text in enumerate(texts) if not isinstance(text, str)}
     failures = {index: text for index, text in enumerate(texts) if isinstance(text, str)}
@@ -114,9 +114,9 @@ def finish_reading(parts: Sequence[ScoredRows]) -> dict[int, float]:
 def model_scorer(reward_model: RewardModel, layout: Layout = ONE_DEVICE) -> Scorer:
     """Return the scorer of a reward model.
 
-    It raises Broken where every response of a call fails and none was scored before.
+    It raises Broken if every response of a call fails and none was scored before.
     """
-    works = False  # whether it ever gave a number
+    works = False  # whether it ever returned a number
 
     def score(responses: Sequence[Response]) -> Scores:
         nonlocal works
@@ -132,7 +132,7 @@ def model_scorer(reward_model: RewardModel, layout: Layout = ONE_DEVICE) -> Scor
 
 
 def _tokens_to_read(reward_model: RewardModel, response: Response) -> list[int] | str:
-    """Return the conversation's token ids up to the one that is read, or why there are none."""
+    """Return the conversation's token ids up to the scored one, or the reason of a failure."""
     source = reward_model.source
     tokenizer = source.tokenizer
     messages = [*response.messages, {"role": "assistant", "content": response.response}]

@@ -1,7 +1,7 @@
-"""What a reward function gave for its responses: scores, or the reason why there is none.
+"""Convert the return values of a reward function: scores, or reasons of failures.
 
-A score is a number: Python's, or a scalar of numpy, jax or torch. Numbers beside it are logged:
-`(score, {"name": number})`, or a dict with a "score", as verl has it.
+A score is a number: Python's, or a scalar of numpy, jax or torch. Further numbers are logged:
+`(score, {"name": number})`, or a dict with a "score", as in verl.
 """
 
 from __future__ import annotations
@@ -15,46 +15,46 @@ import numpy as np
 
 from rlhf_jax.rewards.combination import LARGEST, RewardResult, Score, failure
 
-MESSAGE = 200  # characters of an error in a call that are kept
+MESSAGE = 200  # characters kept of an error in a call
 TEXTS = str | bytes | bytearray | memoryview
-# What metrics call the term's own figures, and where a number of such a name stands.
+# Names of a term's own metrics, and the prefix for a number with such a name.
 TAKEN = ("mean", "failed", "")
 OWN = "own/"
 
 
 class Logged:
-    """Collect the numbers that a call logs by itself; of several of one name the mean counts."""
+    """Collect the numbers that a call logs itself; several of one name are averaged."""
 
     def __init__(self):
         self._found: dict[str, list[float]] = {}
 
     def add(self, name: str, value: Any) -> None:
-        """Take a number; TRL calls this `log_metric`."""
+        """Add a number; TRL calls this `log_metric`."""
         self._found.setdefault(metric_name(name), []).append(_number_or_nan(value))
 
     def means(self) -> dict[str, float]:
-        """Return the mean of each name; NaN where any of its numbers is none."""
-        return {name: sum(found) / len(found) for name, found in self._found.items()}
+        """Return the mean of each name; NaN if any of its numbers is invalid."""
+        return {name: sum(values) / len(values) for name, values in self._found.items()}
 
 
 def results_of(alone: bool, value: Any, count: int, logged: Logged) -> list[RewardResult]:
-    """Return one result for each of the `count` responses of a call, from what the function gave.
+    """Return one result for each of the `count` responses of a call, from the return value.
 
-    alone: the function scores a response at a time, and so gives no list.
+    alone: the function scores a response at a time, and so returns no list.
     """
     if alone:
         return [_result(value)]
-    found = value.tolist() if hasattr(value, "tolist") else value
-    is_list = isinstance(found, Sequence) and not isinstance(found, TEXTS)
-    if not is_list or len(found) != count:
-        size = f" of {len(found)}" if is_list else ""
-        reason = f"gave a {type(found).__name__}{size} instead of a list of {count} floats"
+    values = value.tolist() if hasattr(value, "tolist") else value
+    is_list = isinstance(values, Sequence) and not isinstance(values, TEXTS)
+    if not is_list or len(values) != count:
+        size = f" of {len(values)}" if is_list else ""
+        reason = f"gave a {type(values).__name__}{size} instead of a list of {count} floats"
         return [reason] * count
     # In TRL a reward that does not apply to a response is None, and adds nothing.
-    items = [found[index] for index in range(count)]
+    items = [values[index] for index in range(count)]
     results = [_result(0.0 if item is None else item) for item in items]
     for index, result in enumerate(results):
-        # The numbers are of the call: they stand beside one score, which must be one.
+        # The numbers are of the call, so they need a single score.
         if isinstance(result, Score) and not failure(result):
             results[index] = Score(result.value, {**result.numbers, **logged.means()})
             break
@@ -62,16 +62,16 @@ def results_of(alone: bool, value: Any, count: int, logged: Logged) -> list[Rewa
 
 
 def raised(error: BaseException, row: Mapping[str, Any] | None = None) -> RewardResult:
-    """Say what a function raised, and which columns its row has where it missed one."""
-    said = f"raised {type(error).__name__}: {one_line(error)}"
+    """Describe an exception of a function, and the row's columns if it missed one."""
+    message = f"raised {type(error).__name__}: {one_line(error)}"
     columns = [*map(repr, row or ())]
     if isinstance(error, KeyError) and columns and one_line(error) not in columns:
-        said += f" (the row has {', '.join(columns)[:MESSAGE]})"
-    return said
+        message += f" (the row has {', '.join(columns)[:MESSAGE]})"
+    return message
 
 
 def one_line(error: BaseException, longest: int = MESSAGE) -> str:
-    """Return the text of an error, which may be long, of several lines, or raise itself."""
+    """Return the text of an error, which may be long, multi-line, or raise itself."""
     try:
         text = str(error)
     except BaseException as another:  # the user's class may raise anything
@@ -80,9 +80,9 @@ def one_line(error: BaseException, longest: int = MESSAGE) -> str:
 
 
 def metric_name(name: object) -> str:
-    """Return under which name a number beside a reward is logged: its own, or one that is free.
+    """Return the name under which a further number is logged: its own, or an unused one.
 
-    A name that would hide a figure of the run stands behind "own/", as does one that begins so.
+    A name that would hide a metric of the run gets the prefix "own/", as does one that begins so.
     """
     text = _printable(str(name))
     hides = text in TAKEN or text.endswith("/failed") or text.startswith(OWN)
@@ -92,24 +92,24 @@ def metric_name(name: object) -> str:
 def _result(value: Any) -> RewardResult:
     """Return a value, or one with numbers by name, as a score; never raise."""
     try:
-        own: dict[Any, Any] = {}
+        numbers: dict[Any, Any] = {}
         if isinstance(value, Mapping) and "score" in value:
-            # verl keeps texts beside the score, too, for its tables.
-            own = {key: one for key, one in value.items() if not isinstance(one, str)}
-            value = own.pop("score", value["score"])
+            # verl keeps texts next to the score, too, for its tables.
+            numbers = {key: one for key, one in value.items() if not isinstance(one, str)}
+            value = numbers.pop("score", value["score"])
         elif isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
-            own = dict(value[1])
+            numbers = dict(value[1])
             value = value[0]
         number = _number(value)
         if isinstance(number, str):
             return number
-        return Score(number, {metric_name(name): _number_or_nan(own[name]) for name in own})
-    except BaseException as error:  # an object may raise anything, wherever it is touched
+        return Score(number, {metric_name(name): _number_or_nan(numbers[name]) for name in numbers})
+    except BaseException as error:  # an object may raise anything on any access
         return raised(error)
 
 
 def _number(value: Any) -> float | str:
-    """Return a value as a float, or say why it is none."""
+    """Return a value as a float, or the reason why it is not one."""
     plain = value.tolist() if hasattr(value, "tolist") else value  # a scalar of some library
     if not isinstance(plain, numbers.Real | np.bool_):
         return f"gave a value of type {type(value).__name__} instead of one float"
@@ -120,7 +120,7 @@ def _number(value: Any) -> float | str:
 
 
 def _number_or_nan(value: Any) -> float:
-    """Return a value as a finite float32 has it, or NaN: a number beside a reward fails alone."""
+    """Return a value as a finite float32, or NaN: a further number fails alone."""
     try:
         number = _number(value)
     except BaseException:
@@ -129,5 +129,5 @@ def _number_or_nan(value: Any) -> float:
 
 
 def _printable(text: str) -> str:
-    """Return a text without lone surrogates, which no file and no screen takes."""
+    """Return a text without lone surrogates, which files and screens refuse."""
     return text.encode("utf-8", "backslashreplace").decode()

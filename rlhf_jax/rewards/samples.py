@@ -1,4 +1,4 @@
-"""What finished samples are worth: their text beside the prompt, scored by all terms."""
+"""Rewards of finished samples: their text with the prompt, scored by all terms."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from rlhf_jax.generation.requests import Sample
 from rlhf_jax.rewards.combination import EagerScorer, Response, RewardResult, Scores
 from rlhf_jax.rewards.models import RewardModel
 
-# results that responses have already, by the reward's term and the response's index
+# known results of responses, by the reward's term and the response's index
 Known = Mapping[str, Mapping[int, RewardResult]]
-# of (responses, known results): the scores, and metrics by name
+# from (responses, known results) to the scores, and metrics by name
 RewardFunction = Callable[[Sequence[Response], Known], tuple[Scores, dict[str, float]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Rewards:
-    """Say what samples are worth."""
+    """Hold the rewards of a run."""
 
     # None: samples have no rewards
     function: RewardFunction | None
     tokenizer: Tokenizer
-    # of (rewards [B], ended [B]): rewards [B] as they are learned from
+    # from (rewards [B], ended [B]) to rewards [B] for training
     clip: Callable[[np.ndarray, np.ndarray], np.ndarray]
     # terms of the reward that are models, by name
     models: Mapping[str, RewardModel] = dataclasses.field(default_factory=dict)
     # terms that score samples as they finish, by name
     eager: Mapping[str, EagerScorer] = dataclasses.field(default_factory=dict)
-    # the reward of a sample whose scoring failed; None: it has none, and is not trained on
+    # the reward of a sample whose scoring failed; None: it is not trained on
     failed: float | None = None
-    # of the samples of a roll-out; where more fail, the run ends
+    # share of a roll-out's samples; the run stops if more fail
     max_failed: float = 0.5
 
 
 def responses_of(
     samples: Sequence[Sample], prompts: Prompts, rows: np.ndarray, tokenizer: Tokenizer
 ) -> list[Response]:
-    """Put each sample's text beside its prompt, row and messages; rows [B] index the prompts."""
+    """Join each sample's text with its prompt, row and messages; rows [B] index the prompts."""
     return [
         Response(
             prompts.texts[row],
@@ -59,9 +59,9 @@ def responses_of(
 def penalise_and_clip(
     rewards: np.ndarray, ended: np.ndarray, missing_end: float, clip: float
 ) -> np.ndarray:
-    """Return the rewards less `missing_end` where a response was cut off, and clipped: [B] float32.
+    """Return the rewards less `missing_end` for cut off responses, and clipped: [B] float32.
 
-    rewards [B] float32; ended [B] bool is false where a response was cut off. They lie within
+    rewards [B] float32; ended [B] bool is false for a response that was cut off. They lie within
     `clip` of 0; 0 for no limit.
     """
     rewards = np.where(ended, rewards, rewards - np.float32(missing_end))
@@ -73,9 +73,9 @@ def compute_rewards(
 ) -> tuple[np.ndarray, dict[str, float]]:
     """Compute the rewards [B] float32 of responses, and the metrics of all terms.
 
-    scored: for each response, the results that it has already, by the term's name; these are not
-    computed again. A response whose scoring failed has `rewards.failed`, or NaN. Raises ValueError,
-    with the first reason, where more than `rewards.max_failed` of them failed.
+    scored: for each response, its known results by the term's name; these are not recomputed. A
+    response whose scoring failed has `rewards.failed`, or NaN. Raises ValueError, with the first
+    reason, if more than `rewards.max_failed` of them failed.
     """
     if rewards.function is None:
         return np.zeros(len(responses), np.float32), {}
@@ -90,7 +90,7 @@ def compute_rewards(
         raise ValueError(
             f"The reward failed on {len(failed)} of {len(responses)} responses, more than"
             f" reward.max_failed = {rewards.max_failed:g} of them (the first: {first}): raise that,"
-            " or mend the reward and go on with checkpoint.allow_changes=True."
+            " or correct the reward and resume with checkpoint.allow_changes=True."
         )
     values = scores.values.copy()
     values[failed] = np.nan if rewards.failed is None else rewards.failed

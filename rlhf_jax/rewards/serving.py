@@ -1,7 +1,7 @@
 """A process that computes rewards: it imports the function, then answers calls until the end.
 
-It talks over its standard input in the messages of `calls.py`, and imports no jax. An async
-function has as many calls under way as come; any other answers one after the other.
+It communicates over its standard input in the messages of `calls.py`, and imports no jax. An async
+function runs all incoming calls concurrently; any other answers one after the other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rlhf_jax.rewards.combination import RewardResult, load_reward
 from rlhf_jax.rewards.results import one_line, raised, results_of
 from rlhf_jax.rewards.signatures import Form, Signature, arguments, signature_of
 
-REFUSAL = 1000  # characters of why there never will be rewards
+REFUSAL = 1000  # characters of a failed start
 
 
 def serve(spec: str, watched: int) -> None:
@@ -46,15 +46,15 @@ def serve(spec: str, watched: int) -> None:
     # in a regular expression that never returns and lets no other thread run. The pipe of calls
     # would not do: the signal of a call's arrival may come after the call was read.
     signal.signal(signal.SIGIO, signal.SIG_IGN)
-    # Ctrl-C is for the run. Not SIG_IGN, which the processes that the reward starts would keep.
+    # Ctrl-C is for the run. Not SIG_IGN, which child processes of the reward would inherit.
     signal.signal(signal.SIGINT, _ignore)
-    # Processes that the reward starts do not get it.
+    # Child processes of the reward do not get it.
     os.set_inheritable(watched, False)
     flags = fcntl.fcntl(watched, fcntl.F_GETFL)
     fcntl.fcntl(watched, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(watched, fcntl.F_SETFL, flags | os.O_ASYNC)
     serve_calls(pipe, lambda: _imported(spec), _ended_by_parent)
-    os.killpg(os.getpgrp(), signal.SIGKILL)  # what the reward has started ends as well
+    os.killpg(os.getpgrp(), signal.SIGKILL)  # its child processes end as well
 
 
 def serve_calls(
@@ -62,10 +62,10 @@ def serve_calls(
     find: Callable[[], Callable[..., Any]],
     within: Callable[[bool], contextlib.AbstractContextManager],
 ) -> None:
-    """Find the reward, then answer calls until the other end of the pipe closes.
+    """Load the reward, then answer calls until the other end of the pipe closes.
 
-    The reward's own code runs in a context that `within` makes; it is told whether a signal may
-    raise KeyboardInterrupt there, as it may where nothing but the reward's code would be raised in.
+    The reward's own code runs in a context made by `within`; its argument is whether a signal may
+    raise KeyboardInterrupt there, which must hit only the reward's code.
     """
     with contextlib.suppress(EOFError, OSError):  # the other end is closed
         send(pipe, WorkerImports())
@@ -81,28 +81,30 @@ def serve_calls(
             with within(False):
                 asyncio.run(_answer_together(pipe, reward, signature))
         while True:
-            asked = receive_call(pipe)
+            reward_call = receive_call(pipe)
             with within(True):
-                results = call(reward, signature, asked)
-            _reply(pipe, RewardResults(asked.number, results))
+                results = call(reward, signature, reward_call)
+            _reply(pipe, RewardResults(reward_call.number, results))
 
 
-def call(reward: Callable[..., Any], signature: Signature, asked: RewardCall) -> list[RewardResult]:
-    """Return what came of each response of a call of a plain function, whatever it raises."""
+def call(
+    reward: Callable[..., Any], signature: Signature, reward_call: RewardCall
+) -> list[RewardResult]:
+    """Return the result of each response in a call of a plain function, whatever it raises."""
     try:
         with _forks_end():
-            given = arguments(reward, signature.form, asked.responses)
+            given = arguments(reward, signature.form, reward_call.responses)
             value = reward(*given.positional, **given.named)
             alone = signature.form is Form.ONE
-            return results_of(alone, value, len(asked.responses), given.logged)
+            return results_of(alone, value, len(reward_call.responses), given.logged)
     except BaseException as error:
-        return [raised(error, asked.responses[0].row)] * len(asked.responses)
+        return [raised(error, reward_call.responses[0].row)] * len(reward_call.responses)
 
 
 async def call_async(
-    reward: Callable[..., Any], signature: Signature, asked: RewardCall
+    reward: Callable[..., Any], signature: Signature, reward_call: RewardCall
 ) -> list[RewardResult] | None:
-    """Return what came of each response of a call of an async function; None out of time.
+    """Return the result of each response in a call of an async function; None on timeout.
 
     Whatever the function raises is caught within its task: there CancelledError is its own doing,
     while SystemExit and KeyboardInterrupt would end the loop.
@@ -111,21 +113,21 @@ async def call_async(
     async def answer() -> list[RewardResult]:
         try:
             with _forks_end():
-                given = arguments(reward, signature.form, asked.responses)
+                given = arguments(reward, signature.form, reward_call.responses)
                 value = await reward(*given.positional, **given.named)
                 alone = signature.form is Form.ONE
-                return results_of(alone, value, len(asked.responses), given.logged)
+                return results_of(alone, value, len(reward_call.responses), given.logged)
         except BaseException as error:
-            return [raised(error, asked.responses[0].row)] * len(asked.responses)
+            return [raised(error, reward_call.responses[0].row)] * len(reward_call.responses)
 
     task = asyncio.ensure_future(answer())
-    limit = asked.seconds if math.isfinite(asked.seconds) else None
+    limit = reward_call.seconds if math.isfinite(reward_call.seconds) else None
     done, _ = await asyncio.wait([task], timeout=limit)
     if not done:
-        task.cancel()  # it is not waited for: it may refuse to end
+        task.cancel()  # not awaited: it may refuse to end
         return None
-    if task.cancelled():  # it asked for that, and returned all the same
-        return [raised(asyncio.CancelledError())] * len(asked.responses)
+    if task.cancelled():  # it was cancelled, but returned all the same
+        return [raised(asyncio.CancelledError())] * len(reward_call.responses)
     return task.result()
 
 
@@ -134,14 +136,14 @@ async def _answer_together(
 ) -> None:
     """Answer calls of an async function as they come, each when it is done."""
 
-    async def answer(asked: RewardCall) -> None:
+    async def answer(reward_call: RewardCall) -> None:
         with contextlib.suppress(OSError):  # the other end is closed, as reading it will find
-            results = await call_async(reward, signature, asked)
-            _reply(pipe, RewardResults(asked.number, results))
+            results = await call_async(reward, signature, reward_call)
+            _reply(pipe, RewardResults(reward_call.number, results))
 
     under_way = set()
     arrived = asyncio.Event()
-    # Not by a thread that reads: the loop's end would wait for it, and so for the next call.
+    # Not by a reader thread: the loop's end would wait for it, and so for the next call.
     asyncio.get_running_loop().add_reader(pipe.fileno(), arrived.set)
     while True:
         await arrived.wait()
@@ -153,7 +155,7 @@ async def _answer_together(
 
 
 def _reply(pipe: connection.Connection, reply: RewardResults) -> None:
-    """Send the results of a call, or in their place why they cannot be sent."""
+    """Send the results of a call, or the reason why they cannot be sent."""
     try:
         send(pipe, reply)
     except ValueError as error:
@@ -169,13 +171,13 @@ def _imported(spec: str) -> Callable[..., Any]:
     except Exception:
         raise
     except BaseException as error:
-        told = f"{type(error).__name__}: {one_line(error)}".rstrip(": ")
-        raise ValueError(f"Reward {spec!r} cannot be imported: {told}.") from None
+        message = f"{type(error).__name__}: {one_line(error)}".rstrip(": ")
+        raise ValueError(f"Reward {spec!r} cannot be imported: {message}.") from None
 
 
 @contextlib.contextmanager
 def _ended_by_parent(interruptible: bool) -> Iterator[None]:
-    """Let the end of the parent end this process at once, and SIGINT interrupt the reward."""
+    """End this process with its parent, and let SIGINT interrupt the reward."""
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler if interruptible else _ignore)
     try:
@@ -186,20 +188,20 @@ def _ended_by_parent(interruptible: bool) -> Iterator[None]:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Do nothing about a signal."""
+    """Ignore a signal."""
 
 
 @contextlib.contextmanager
 def _forks_end() -> Iterator[None]:
-    """End a process that is forked within the context where it leaves that.
+    """End a process that was forked within the context when it leaves that.
 
-    It would answer as its parent does, and take the next calls.
+    It would otherwise answer as its parent does, and take the next calls.
     """
-    own = os.getpid()
+    pid = os.getpid()
     try:
         yield
     finally:
-        if os.getpid() != own:
+        if os.getpid() != pid:
             os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Rewards shared out to the processes of a run: each scores some responses, all get all scores."""
+"""Divide rewards among the processes of a run: each scores some responses, all get all scores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhf_jax.runtime import distributed
 def shared_out(scorer: Scorer) -> Scorer:
     """Return a scorer of responses that all processes have: each scores its share of them.
 
-    All get all scores. Broken where no process had a score. With one process it is `scorer` itself.
+    All get all scores. Broken if no process has a score. With one process it is `scorer` itself.
     """
     if not distributed.started():
         return scorer
@@ -24,11 +24,11 @@ def shared_out(scorer: Scorer) -> Scorer:
             return broken.scores, str(broken)
 
     def score(responses: Sequence[Response]) -> Scores:
-        found = distributed.gather_results(lambda: score_share(responses))
-        broken = [Broken(words, scores) for scores, words in found if words is not None]
+        gathered = distributed.gather_results(lambda: score_share(responses))
+        broken = [Broken(words, scores) for scores, words in gathered if words is not None]
         if broken and sum(len(one.scores.values) for one in broken) == len(responses):
             raise broken[0]
-        own = [map(scores.result, range(len(scores.values))) for scores, _ in found]
+        own = [map(scores.result, range(len(scores.values))) for scores, _ in gathered]
         return as_scores(in_order(_shares(responses), own))
 
     return score

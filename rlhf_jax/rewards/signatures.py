@@ -1,12 +1,12 @@
-"""How a reward function wants to be called, read from the names of its parameters.
+"""Read the call signature of a reward function from the names of its parameters.
 
     f(prompt, response, row) -> float            a response at a time
     f(prompt, responses, row) -> list of floats  all samples of a prompt
     f(completions, **columns) -> list of floats  all responses at once, as TRL calls its rewards
 
-The names decide, in any order; a function may leave out what it does not read. verl's names stand
-beside those of the first form (`solution_str, ground_truth, data_source, extra_info`) and, in the
-plural, of the last. Each function may be `async`; `results` says what it may return.
+The names decide, in any order; a function may leave out unused ones. verl's names are alternatives
+to those of the first form (`solution_str, ground_truth, data_source, extra_info`) and, in the
+plural, of the last. Each function may be `async`; `results` defines the return values.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from typing import Any, NamedTuple
 from rlhf_jax.rewards.combination import Response
 from rlhf_jax.rewards.results import Logged
 
-# Columns that TRL gives under other names, or not at all.
+# Columns that TRL passes under other names, or not at all.
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")
-# Parameters of TRL's rewards that its own trainer alone can fill.
+# Parameters of TRL's rewards that only its own trainer can fill.
 OF_TRAINER = ("trainer_state", "environments")
 OF_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
-# verl keeps the right answer in a column that holds a dict.
+# verl keeps the correct answer in a column that holds a dict.
 ANSWERS = "reward_model"
 
 
 class Form(enum.StrEnum):
-    """Say how many responses a call has."""
+    """Define how many responses a call has."""
 
     ONE = "one"
     GROUP = "group"
     BATCH = "batch"
 
 
-# What a call of each form has for parameters, by their names; the last has columns, too.
+# The parameters of each form by name; the last also has columns.
 NAMES = {
     Form.ONE: ("prompt", "response", "row", *OF_VERL),
     Form.GROUP: ("prompt", "responses", "row"),
@@ -53,15 +53,15 @@ CHOICE = (
 
 
 class Signature(NamedTuple):
-    """Describe how a function is called."""
+    """Describe the signature of a function."""
 
     form: Form
     is_async: bool
-    columns: tuple[str, ...] = ()  # of the prompts, which it cannot do without
+    columns: tuple[str, ...] = ()  # of the prompts, required by it
 
 
 class Parameters(NamedTuple):
-    """Hold the parameters of a function that have names, and whether it takes others, too."""
+    """Hold the named parameters of a function, and whether it takes others."""
 
     named: dict[str, inspect.Parameter]
     any_position: bool
@@ -69,14 +69,14 @@ class Parameters(NamedTuple):
 
     @property
     def required(self) -> list[str]:
-        """Return the names of those that have no default."""
+        """Return the names of parameters without a default."""
         return [name for name, one in self.named.items() if one.default is one.empty]
 
 
 def signature_of(function: Callable[..., Any]) -> Signature:
-    """Read how a function wants to be called; one that says nothing takes a response at a time.
+    """Read a function's signature; without any names it takes a response at a time.
 
-    Raises ValueError where it has a parameter without a default that no call could fill.
+    Raises ValueError if it has a parameter without a default that no call could fill.
     """
     is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
     parameters = _parameters_of(function)
@@ -99,24 +99,24 @@ def signature_of(function: Callable[..., Any]) -> Signature:
 
 
 def _parameters_of(function: Callable[..., Any]) -> Parameters:
-    """Read the parameters of a function; a builtin has none that are meant for this."""
+    """Read the parameters of a function; a builtin has none of these names."""
     if inspect.isbuiltin(function):
         return Parameters({}, any_position=True, any_name=False)
     try:
-        found = inspect.signature(function).parameters
+        parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return Parameters({}, any_position=True, any_name=False)
-    kinds = {one.kind for one in found.values()}
+    kinds = {one.kind for one in parameters.values()}
     positions = inspect.Parameter.VAR_POSITIONAL
     names = inspect.Parameter.VAR_KEYWORD
-    named = {name: one for name, one in found.items() if one.kind not in (positions, names)}
+    named = {name: one for name, one in parameters.items() if one.kind not in (positions, names)}
     return Parameters(named, positions in kinds, names in kinds)
 
 
 def _form_of(parameters: Parameters) -> Form:
-    """Choose the form that has a function's names.
+    """Choose the form that matches a function's names.
 
-    One that names nothing but columns and takes all names is TRL's.
+    A function with only column names that takes all names is TRL's.
     """
     names = set(parameters.named)
     if names & set(NAMES[Form.BATCH]):
@@ -128,7 +128,7 @@ def _form_of(parameters: Parameters) -> Form:
 
 
 def calls_of(form: Form, responses: Sequence[Response]) -> list[list[int]]:
-    """Split responses into calls: for each the indices of those that it scores."""
+    """Split responses into calls: the indices of the responses of each."""
     if form is Form.ONE:
         return [[index] for index in range(len(responses))]
     if form is Form.BATCH:
@@ -140,7 +140,7 @@ def calls_of(form: Form, responses: Sequence[Response]) -> list[list[int]]:
 
 
 class EarlyCalls:
-    """Put responses that finish one by one into calls of a form, as soon as one is whole."""
+    """Group responses that finish one by one into calls of a form, once each is complete."""
 
     def __init__(self):
         self._unfinished: dict[tuple[int, ...], dict[int, Response]] = {}  # by siblings
@@ -148,10 +148,10 @@ class EarlyCalls:
     def add(
         self, form: Form, key: int, response: Response, siblings: tuple[int, ...]
     ) -> list[tuple[int, Response]]:
-        """Return the keys and responses of the call that this response makes whole, or nothing.
+        """Return the keys and responses of the call that this response completes, or nothing.
 
-        siblings: the keys of all samples of its prompt, in the order in which they were asked for.
-        A call of all responses is never whole here, as nobody says which is the last.
+        siblings: the keys of all samples of its prompt, in request order. A call of all responses
+        is never complete here, as the last one is unknown.
         """
         if form is Form.ONE:
             return [(key, response)]
@@ -163,20 +163,20 @@ class EarlyCalls:
         return [(one, group[one]) for one in siblings]
 
     def clear(self) -> None:
-        """Forget calls that are not whole."""
+        """Drop incomplete calls."""
         self._unfinished.clear()
 
 
 class Arguments(NamedTuple):
-    """Hold what a function is called with."""
+    """Hold the arguments of a function."""
 
     positional: tuple[Any, ...]
     named: dict[str, Any]
-    logged: Logged  # numbers that the call logs by itself
+    logged: Logged  # numbers that the call logs itself
 
 
 def arguments(function: Callable[..., Any], form: Form, responses: Sequence[Response]) -> Arguments:
-    """Return what a function of this form is called with, for the responses of one call."""
+    """Return the arguments of a function of this form, for the responses of one call."""
     parameters = _parameters_of(function)
     logged = Logged()
     verl = _verl(form, responses)
@@ -203,9 +203,9 @@ def arguments(function: Callable[..., Any], form: Form, responses: Sequence[Resp
 def _of_batch(
     responses: Sequence[Response], logged: Logged, required: Sequence[str]
 ) -> dict[str, Any]:
-    """Return what a call of all responses has, by TRL's names; each column is a list.
+    """Return the arguments of a call of all responses, by TRL's names; each column is a list.
 
-    A row without a column has None there, also where no row of the call has it.
+    A row without a column has None there, also if no row of the call has it.
     """
     rows = [response.row for response in responses]
     names = dict.fromkeys([*(name for row in rows for name in row), *required])
@@ -215,7 +215,7 @@ def _of_batch(
         if name not in (*NOT_COLUMNS, *NAMES[Form.BATCH])
     }
     texts: list[Any] = [response.response for response in responses]
-    if isinstance(rows[0].get("prompt"), list):  # a chat is answered by a message
+    if isinstance(rows[0].get("prompt"), list):  # the response to a chat is a message
         texts = [[{"role": "assistant", "content": text}] for text in texts]
     prompts = [row.get("prompt", one.prompt) for row, one in zip(rows, responses, strict=True)]
     return columns | {
@@ -223,17 +223,17 @@ def _of_batch(
         "completions": texts,
         "completion_ids": [response.tokens for response in responses],
         "log_metric": logged.add,
-        "log_extra": lambda column, values: None,  # a table of texts, which nothing shows
+        "log_extra": lambda column, values: None,  # a table of texts, which is not shown
     }
 
 
 def _verl(form: Form, responses: Sequence[Response]) -> dict[str, Any]:
-    """Return what a call has by the names of verl's `compute_score`; all responses' in the plural.
+    """Return the arguments of verl's `compute_score` for a call; all responses' in the plural.
 
     Source: NaiveRewardManager and BatchRewardManager in verl/workers/reward_manager.
     """
     of_rollout = {"num_turns": None, "rollout_reward_scores": {}}
-    found = [
+    arguments_of = [
         {
             "data_source": _cell(response.row, "data_source"),
             "solution_str": response.response,
@@ -243,12 +243,12 @@ def _verl(form: Form, responses: Sequence[Response]) -> dict[str, Any]:
         for response in responses
     ]
     if form is not Form.BATCH:
-        return found[0]
-    return {f"{name}s": [one[name] for one in found] for name in OF_VERL}
+        return arguments_of[0]
+    return {f"{name}s": [one[name] for one in arguments_of] for name in OF_VERL}
 
 
 def _cell(row: Mapping[str, Any], name: str) -> Any:
-    """Return what a row has in a column; the right answer may stand where verl keeps it."""
+    """Return a row's value in a column; the correct answer may be where verl keeps it."""
     if name == "ground_truth" and name not in row:
         return (row.get(ANSWERS) or {}).get(name)
     return row.get(name)

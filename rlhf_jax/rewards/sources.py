@@ -1,8 +1,8 @@
-"""Where a config's rewards come from: a source is found in a registry by the scheme of a spec.
+"""Sources of rewards in a config, found in a registry by the scheme of a spec.
 
-`SCHEME://...` is of the source that is registered for that scheme. Any other spec names a Python
-function, which runs in processes of its own. A new kind, such as a judge that is asked over HTTP,
-is a class with these three methods and one call of `register`.
+`SCHEME://...` belongs to the source registered for that scheme. Any other spec names a Python
+function, which runs in separate processes. A new kind, such as a judge over HTTP, is a class with
+these three methods and one call of `register`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from rlhf_jax.runtime.extensions import split_name
 
 
 class RewardSource(Protocol):
-    """Turn specs of one kind, as `reward.functions` and `reward.metrics` have them, into scorers.
+    """Turn specs of one kind, from `reward.functions` and `reward.metrics`, into scorers.
 
     In a run of several processes each opens the source, and has it score a share of the responses.
     """
 
     def term_name(self, spec: str) -> str:
-        """Return what metrics call the term."""
+        """Return the name of the term in metrics."""
         ...
 
     def check(self, spec: str) -> None:
-        """Raise ValueError or FileNotFoundError, in one sentence, where the spec cannot work."""
+        """Raise ValueError or FileNotFoundError, in one sentence, if the spec cannot work."""
         ...
 
     def open(
@@ -44,7 +44,7 @@ class RewardSource(Protocol):
         """Return a context in which the spec's scorer works.
 
         A response that cannot be scored is a failure of its own (`combination.as_scores`). `alive`
-        wants to be called every second while scores are waited for; it may raise.
+        must be called every second while scores are awaited; it may raise.
         """
         ...
 
@@ -57,7 +57,7 @@ class FunctionSource(RewardSource):
         return spec.rpartition(":")[2]
 
     def check(self, spec: str) -> None:
-        """Look for the file; `check_sources` has the function imported, in a process of its own."""
+        """Look for the file; `check_sources` imports the function in a separate process."""
         split_name(READY.get(spec, spec), "Reward")
 
     def open(
@@ -70,7 +70,7 @@ class FunctionSource(RewardSource):
 def workers_of(
     name: str, config: Config, alive: Callable[[], None], count: int, start: Callable[[str], Child]
 ) -> Workers:
-    """Make the pool that a config wants; a deterministic run has no time limit."""
+    """Make the pool of a config; a deterministic run has no time limit."""
     return Workers(
         name,
         count,
@@ -87,9 +87,9 @@ SOURCES: dict[str, RewardSource] = {}  # by scheme
 
 
 def register(scheme: str, source: RewardSource) -> None:
-    """Let rewards of a config be `SCHEME://...`, as the source reads it.
+    """Register a source for rewards `SCHEME://...` in a config.
 
-    Raises ValueError where the scheme is taken, or is none.
+    Raises ValueError if the scheme is taken or invalid.
     """
     if not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme):
         raise ValueError(f"A reward's scheme cannot be {scheme!r}: use small letters and digits.")
@@ -99,7 +99,7 @@ def register(scheme: str, source: RewardSource) -> None:
 
 
 def source_of(spec: str) -> RewardSource:
-    """Return the source of a spec; raises ValueError where its scheme is not registered."""
+    """Return the source of a spec; raises ValueError if its scheme is not registered."""
     scheme, separator, _ = spec.partition("://")
     if not separator:
         return PYTHON_FUNCTIONS
@@ -109,20 +109,20 @@ def source_of(spec: str) -> RewardSource:
 
 
 def term_names(config: Config) -> list[str]:
-    """Return what metrics call the reward's functions, then its models, in the config's order.
+    """Return the metric names of the reward's functions, then its models, in the config's order.
 
-    A function has its own name, what another source scores the name that it gives, a model the
-    last part of its path.
+    A function has its own name, another source's term the name that it gives, a model the last part
+    of its path.
     """
     functions = [source_of(spec).term_name(spec) for spec in config.reward.functions]
     return functions + [pathlib.PurePath(path).name for path in reward_models(config)]
 
 
 def check_sources(config: Config) -> dict[str, Signature]:
-    """Return how each function wants to be called, by its spec.
+    """Return the call signature of each function, by its spec.
 
     Raises ValueError or FileNotFoundError for the first reward or measure that cannot work.
-    Functions are imported by processes of their own, all at one time.
+    Functions are imported concurrently by separate processes.
     """
     specs = dict.fromkeys((*config.reward.functions, *config.reward.metrics.values()))
     for spec in specs:
@@ -138,7 +138,7 @@ def check_sources(config: Config) -> dict[str, Signature]:
 
 
 def check_columns(signatures: Mapping[str, Signature], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError where a function names a column that none of the prompts' rows has."""
+    """Raise ValueError if a function names a column that none of the prompts' rows has."""
     there = {name for row in rows for name in row}
     answers = {"ground_truth"} if ANSWERS in there else set()
     for spec, signature in signatures.items():

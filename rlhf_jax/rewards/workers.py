@@ -1,9 +1,9 @@
-"""Run Python rewards beside this thread: the pool that hands out calls and takes replies.
+"""Run Python rewards in the background: the pool that hands out calls and takes replies.
 
-Parent and child talk over one socket, a process's standard input, in the messages of `calls.py`.
-The child says that it begins to import the reward, that it is ready, and then for each call what
-came of it. The parent imports no reward, and runs nothing that a child sends. What children are is
-in `children.py`, what they do in `serving.py`.
+Parent and child communicate over one socket, a process's standard input, in the messages of
+`calls.py`. The child announces that it begins to import the reward, that it is ready, and then the
+results of each call. The parent imports no reward, and executes nothing that a child sends.
+`children.py` defines the children, `serving.py` their loop.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from rlhf_jax.rewards.combination import (
 from rlhf_jax.rewards.signatures import EarlyCalls, Form, Signature, calls_of
 from rlhf_jax.runtime.watchdog import Beat, Seen, look
 
-LEAST_IMPORT_SECONDS = 2.0  # for the import of a reward, where its calls have less
-HANGS = 4  # so many calls out of time, and none that ever succeeded: the reward hangs
-SILENCE = 1.0  # seconds between two signs of life at most
-GRACE = 5.0  # seconds more, in which an async function may end a call that it gives up itself
+LEAST_IMPORT_SECONDS = 2.0  # for the import of a reward, if its calls have less
+HANGS = 4  # this many timeouts without any success: the reward hangs
+SILENCE = 1.0  # most seconds between two signs of life
+GRACE = 5.0  # additional seconds in which an async function may end a call that it abandons itself
 
 
 class Workers:
     """Run a reward function as a scorer, in up to `count` children; an async one in one.
 
-    A child is what `start` makes of the spec: a process, which alone imports the reward. The first
-    one begins with the context. Import and a call take `seconds` at most, for each response that
-    the call has. A call that raises, gives no finite float32, takes too long (never, with math.inf
+    `start` makes a child from the spec: a process, which alone imports the reward. The first one
+    begins with the context. The import and each call take at most `seconds`, per response of the
+    call. A call that raises, returns no finite float32, takes too long (never, with math.inf
     seconds), sends anything but a reply or ends its process fails alone; the process is replaced.
-    An async function has up to `concurrency` calls under way; where their process ends, each is
-    done again, alone. ValueError where the reward is broken: it cannot be imported, or it has never
-    given a number yet and fails on every answer, or hangs. `observe` is called after every wait for
-    results, of a second at most; it may raise to stop the call. Where nothing comes for `silence`
-    seconds, a warning says so. Leaving the context kills the processes and all that they have
-    started; they also end when this process does, killed or not.
+    An async function has up to `concurrency` concurrent calls; if their process ends, each is
+    repeated alone. ValueError if the reward is broken: it cannot be imported, or it has never
+    returned a number and fails on every answer, or hangs. `observe` is called after every wait for
+    results, of at most a second; it may raise to stop the call. If nothing arrives for `silence`
+    seconds, a warning is printed. Leaving the context kills the processes and all processes that
+    they started; they also end when this process does, killed or not.
     """
 
     def __init__(
@@ -84,16 +84,16 @@ class Workers:
             self._import_seconds = START_SECONDS
         self._observe = observe
         self._children: list[Child] = []
-        self._works = False  # whether it ever gave a number
+        self._works = False  # whether it ever returned a number
         self._hung = 0  # calls out of time
         self._numbers = itertools.count()
         self._calls: dict[int, list[Response]] = {}  # without results yet, by number
         self._waiting: collections.deque[int] = collections.deque()  # those not handed out
-        self._alone: set[int] = set()  # those of which one may have ended their process
-        self._results: dict[int, list[RewardResult]] = {}  # that nobody took yet
-        self._signature: Signature | None = None  # as the first process told
+        self._alone: set[int] = set()  # of which one may have ended their process
+        self._results: dict[int, list[RewardResult]] = {}  # not collected yet
+        self._signature: Signature | None = None  # from the first process
         self._early = EarlyCalls()
-        self._begun: dict[int, list[int]] = {}  # by call, the keys that `begin` had for it
+        self._begun: dict[int, list[int]] = {}  # by call, the keys from `begin`
 
     def __enter__(self) -> Workers:
         self._children.append(self._start())
@@ -103,15 +103,15 @@ class Workers:
         self.close()
 
     def close(self) -> None:
-        """End all processes and forget all calls; a later call starts new ones."""
-        for found in (self._calls, self._waiting, self._alone, self._results, self._begun):
-            found.clear()
+        """End all processes and drop all calls; a later call starts new ones."""
+        for state in (self._calls, self._waiting, self._alone, self._results, self._begun):
+            state.clear()
         self._early.clear()
         while self._children:
             self._end(self._children[-1])
 
     def signature(self) -> Signature:
-        """Return how the reward wants to be called; wait for the first process to import it."""
+        """Return the reward's call signature; wait for the first process to import it."""
         if self._signature is None:
             if not self._children:
                 self._children.append(self._start())
@@ -130,31 +130,31 @@ class Workers:
         return scores
 
     def begin(self, key: int, answer: Response, siblings: tuple[int, ...]) -> None:
-        """Start to score an answer that `collect` may return under a key; do not wait for that.
+        """Start scoring an answer that `collect` may return under a key, without waiting.
 
-        A call of several answers begins when it has them all; siblings: as `EarlyCalls` wants them.
+        A call of several answers begins when it is complete; siblings: as in `EarlyCalls`.
         """
         if whole := self._early.add(self.signature().form, key, answer, siblings):
             number = self._enqueue([answer for _, answer in whole])
             self._begun[number] = [key for key, _ in whole]
 
     def advance(self) -> None:
-        """Hand out calls and take replies, as far as that needs no waiting."""
+        """Hand out calls and take replies, without waiting."""
         if self._calls:
             self._serve(0.0)
 
     def collect(self) -> dict[int, RewardResult]:
-        """Return the results of all calls that were begun, by key; wait for them.
+        """Return the results of all started calls, by key; wait for them.
 
-        There are none where the reward never gave a number, so that a call finds that out.
+        There are none if the reward never returned a number; a call then reports that.
         """
         self._wait_while(lambda: any(number in self._calls for number in self._begun))
-        found: dict[int, RewardResult] = {}
+        results: dict[int, RewardResult] = {}
         for number, keys in self._begun.items():
-            found |= zip(keys, self._results.pop(number), strict=True)
+            results |= zip(keys, self._results.pop(number), strict=True)
         self._begun.clear()
         self._early.clear()
-        return found if self._works else {}
+        return results if self._works else {}
 
     def _enqueue(self, responses: list[Response]) -> int:
         number = next(self._numbers)
@@ -163,34 +163,34 @@ class Workers:
         return number
 
     def _wait_while(self, holds: Callable[[], bool]) -> None:
-        self._hear()
+        self._collect_answers()
         try:
             while holds():
                 self._serve(SILENCE)
                 now = time.monotonic()
-                self._seen, said = look(self._seen, self._seen.beat, now, self._silence)
-                for sentence in said:  # `observe` takes the wait itself for a sign of life
+                self._seen, sentences = look(self._seen, self._seen.beat, now, self._silence)
+                for sentence in sentences:  # `observe` takes the wait itself for a sign of life
                     warnings.warn(sentence, stacklevel=1)
                 self._observe()
         except BaseException:
-            self.close()  # what they still work on must not be taken for a later call's
+            self.close()  # pending results must not be taken for a later call's
             raise
 
-    def _hear(self) -> None:
-        """Note that something came, or that a wait begins."""
+    def _collect_answers(self) -> None:
+        """Note that something arrived, or that a wait begins."""
         self._seen = Seen(self._seen.beat._replace(at=time.monotonic()), self._silence)
 
     def _serve(self, patience: float) -> None:
-        """Hand out calls, and take what comes until the patience ends or a deadline passes."""
+        """Hand out calls, and take replies until the patience ends or a deadline passes."""
         self._hand_out()
         busy = {child.pipe: child for child in self._children if child.busy}
-        # There is none where all that had calls have just been given up.
+        # There is none if all children with calls have just been ended.
         left = min((child.deadline for child in busy.values()), default=0.0) - time.monotonic()
         for pipe in connection.wait(list(busy), min(max(0.0, left), patience)):
             self._receive(busy[pipe])  # pyright: ignore[reportArgumentType]
         for child in self._children.copy():
             late = child.busy and child.deadline <= time.monotonic()
-            if late and not child.pipe.poll():  # nor is a reply there that was not taken yet
+            if late and not child.pipe.poll():  # and there is no unread reply
                 self._give_up(child, self._lateness(child), hung=child.ready)
         if self._hung >= HANGS and not self._works:
             raise ValueError(
@@ -224,11 +224,11 @@ class Workers:
             pass  # a dead child is noticed when its result is read
         except ValueError as error:
             del child.deadlines[number]
-            reason = f"could not be asked ({str(error).rstrip('.')})"
+            reason = f"could not be reached ({str(error).rstrip('.')})"
             self._note(number, [reason] * len(responses))
 
     def _receive(self, child: Child) -> None:
-        """Take a child's reply; one that sends anything else is ended: its calls have failed."""
+        """Take a child's reply; if it sends anything else, end it: its calls have failed."""
         largest = largest_reply(max((len(self._calls[n]) for n in child.deadlines), default=1))
         try:
             reply = receive_reply(child.pipe, largest)
@@ -242,7 +242,7 @@ class Workers:
         except ValueError as error:
             return self._give_up(child, f"sent no reply ({str(error).rstrip('.')})")
 
-        self._hear()
+        self._collect_answers()
         if isinstance(reply, RewardResults) and reply.number in child.deadlines:
             count = len(self._calls[reply.number])
             if reply.results is not None and len(reply.results) != count:
@@ -267,7 +267,7 @@ class Workers:
                 self._give_up(child, "sent a reply out of turn")
 
     def _note_signature(self, signature: Signature) -> None:
-        """Note how the reward wants to be called; what the first process told stays."""
+        """Note the reward's call signature; the first process decides."""
         if self._signature is None:
             self._signature = signature
             if signature.is_async:
@@ -280,7 +280,7 @@ class Workers:
         return self._import_seconds if self._signature is None else START_SECONDS
 
     def _lateness(self, child: Child) -> str:
-        """Say for what a child took too long."""
+        """Describe the step for which a child took too long."""
         if child.ready:
             longest = max(len(self._calls[number]) for number in child.deadlines)
             return _late(self._seconds * longest)
@@ -292,16 +292,16 @@ class Workers:
         )
 
     def _note(self, number: int, results: list[RewardResult]) -> None:
-        """Note what came of a call."""
+        """Note the results of a call."""
         del self._calls[number]
         self._alone.discard(number)
         self._results[number] = results
         self._works |= not all(map(failure, results))
 
     def _give_up(self, child: Child, reason: str, hung: bool = False) -> None:
-        """End a child: its call has failed; of several, nobody knows which, and each is done alone.
+        """End a child: its call has failed; if it had several, each is repeated alone.
 
-        One that never got ready would not do so the next time either: that is a ValueError.
+        A child that never got ready would not do so the next time either: that is a ValueError.
         """
         self._end(child)
         if not child.deadlines:

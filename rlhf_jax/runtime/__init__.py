@@ -1,1 +1,1 @@
-"""Hold what any long run over several processes needs: messages, signals, a watchdog."""
+"""Services for long runs over several processes: messages, signals, checkpoints, a watchdog."""

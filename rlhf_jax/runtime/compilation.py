@@ -1,7 +1,7 @@
-"""Say how programs are compiled and where they are kept, and compile them ahead of their data.
+"""Configure compilation and its cache, and compile programs ahead of their data.
 
-The code of a run describes its programs once: it gives each to an `Execute` with its arguments.
-`run_now` runs it, `compile_only` compiles it of shapes; a plan traces it for devices not here.
+The code of a run defines its programs once: it passes each to an `Execute` with its arguments.
+`run_now` runs it, `compile_only` compiles it for shapes; a plan traces it for absent devices.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Execute = Callable[..., Any]
 
 
 def configure_jax(deterministic: bool, cache: str) -> None:
-    """Tell jax what it reads once: with the first device, and with the first program.
+    """Set the options that jax reads once: with the first device, and with the first program.
 
     deterministic: sums of a GPU have one order. cache: the folder of compiled programs; '' for that
     of the environment, if any.
     """
-    if not NVIDIA_DRIVER.exists():  # else a plugin that is here to compile would ask for CUDA
+    if not NVIDIA_DRIVER.exists():  # else a plugin installed only to compile would look for CUDA
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     if deterministic:
         flags = os.environ.get("XLA_FLAGS", "")
@@ -54,8 +54,8 @@ def compile_only(function: jax.stages.Wrapped, *arguments: Any, **options: Any) 
     given = shapes(arguments)
     lowered = function.lower(*given, **options)
     places = lowered.compile().output_shardings
-    # Results are held to a place only where arguments are: else another program would be compiled
-    # for them.
+    # Results get a sharding only if arguments have one: else another program would be compiled for
+    # them.
     held = any(getattr(leaf, "sharding", None) is not None for leaf in jax.tree.leaves(given))
 
     def shape(info, place):
@@ -65,27 +65,27 @@ def compile_only(function: jax.stages.Wrapped, *arguments: Any, **options: Any) 
 
 
 def trace_only(function: Any, *arguments: Any, **options: Any) -> Any:
-    """Return the results of a jitted function as shapes, held to no place."""
+    """Return the results of a jitted function as shapes, without shardings."""
     return function.eval_shape(*arguments, **options)
 
 
 class Programs:
-    """Compile programs beside the run, on as many threads as the machine has cores.
+    """Compile programs in the background, on as many threads as the machine has cores.
 
-    They are begun in the order in which they are given. Each is needed by a phase, which waits for
-    all of its own. What goes wrong goes wrong in the phase, too, which tells it better.
+    They start in the order in which they are added. Each is needed by a phase, which waits for all
+    of its own. A failure also occurs in the phase itself, with a better message.
     """
 
     def __init__(self):
         self._workers = concurrent.futures.ThreadPoolExecutor(os.cpu_count(), "compiling")
         self._needed: dict[str, list[concurrent.futures.Future]] = {}
         self._lock = threading.Lock()
-        self.left: int = 0  # those that are not compiled yet
-        # compilations given and ended: equal at two times if there was none between
+        self.left: int = 0  # not compiled yet
+        # compilations submitted and ended: equal at two times if there was none between
         self.events: int = 0
 
     def add(self, compile_one: Callable[[], Any], phase: str = "") -> None:
-        """Have a program compiled; phase: that which needs it, if one is to wait for it."""
+        """Submit a program for compilation; phase: the one that waits for it, if any."""
         self._count(1)
 
         def compile_counted() -> None:
@@ -98,19 +98,19 @@ class Programs:
         if phase:
             self._needed.setdefault(phase, []).append(future)
 
-    def wait(self, phase: str, heard: Callable[[], None]) -> None:
-        """Wait for the programs that a phase needs; `heard` is called before and after each."""
+    def wait(self, phase: str, progress: Callable[[], None]) -> None:
+        """Wait for the programs that a phase needs; `progress` is called before and after each."""
         needed = self._needed.pop(phase, [])
         if needed:
-            heard()
+            progress()
         for one in concurrent.futures.as_completed(needed):
-            heard()
+            progress()
             if error := one.exception():
-                told = f"A program of {phase} could not be compiled ahead: {error}"
-                warnings.warn(told, stacklevel=1)
+                message = f"A program of {phase} could not be compiled ahead: {error}"
+                warnings.warn(message, stacklevel=1)
 
     def _count(self, more: int) -> None:
-        """Count an event, after which so many more are left."""
+        """Count an event, and update the number left."""
         with self._lock:
             self.left += more
             self.events += 1
@@ -118,18 +118,18 @@ class Programs:
     def close(self) -> None:
         """Compile nothing more.
 
-        What is being compiled holds up the process's end, and nothing before it.
+        A running compilation delays only the end of the process.
         """
         self._workers.shutdown(wait=False, cancel_futures=True)
 
 
 def zeros(tree: Any) -> Any:
-    """Return a tree with zeros of the host in place of shapes, as a run reads its results."""
+    """Return a tree with zeros on the host in place of shapes, for a run that reads its results."""
     return jax.tree.map(lambda shape: np.zeros(shape.shape, shape.dtype), tree)
 
 
 def shapes(tree: Any) -> Any:
-    """Return a tree with shapes in place of arrays, that say where what is held to a place lies."""
+    """Return a tree with shapes in place of arrays, with the shardings of placed ones."""
 
     def shape(leaf):
         if not isinstance(leaf, jax.Array):

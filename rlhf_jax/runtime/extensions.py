@@ -1,4 +1,4 @@
-"""Code of a user's own: FILE.py:NAME in a config, and tables whose names may be such."""
+"""The user's own code: FILE.py:NAME in a config, and registries that accept such names."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rlhf_jax.runtime.files import SHIPPED, find
 T = TypeVar("T")
 
 
-class Table(dict[str, T]):
-    """Hold what a key of the config may name; FILE.py:NAME is read when it is first asked for."""
+class Registry(dict[str, T]):
+    """Hold the objects that a key of the config may name; FILE.py:NAME is loaded on first use."""
 
     def __init__(self, key: str, check: Callable[[Any], str], own: dict[str, T] | None = None):
-        """Begin with `own`; `check` says of an object of a file why it cannot be here, or ''."""
+        """Begin with `own`; `check` returns why an object of a file is invalid, or ''."""
         super().__init__(own or {})
         self._key = key
         self._check = check
@@ -28,14 +28,14 @@ class Table(dict[str, T]):
     def __missing__(self, name: str) -> T:
         if not is_of_file(name):
             raise KeyError(name)
-        found = load_named(name, self._key)
-        if refusal := self._check(found):
+        loaded = load_named(name, self._key)
+        if refusal := self._check(loaded):
             raise ValueError(f"{self._key} {name!r} {refusal}.")
-        self[name] = found
-        return found
+        self[name] = loaded
+        return loaded
 
     def require(self, name: str) -> None:
-        """Raise ValueError, in one sentence, where there is nothing of that name."""
+        """Raise ValueError, in one sentence, if there is nothing of that name."""
         if name not in self and not is_of_file(name):
             known = ", ".join(own for own in self if not is_of_file(own))
             raise ValueError(
@@ -45,7 +45,7 @@ class Table(dict[str, T]):
 
 
 def is_of_file(name: str) -> bool:
-    """Tell whether a name is FILE.py:NAME."""
+    """Return whether a name is FILE.py:NAME."""
     file, _, own = name.rpartition(":")
     return file.endswith(".py") and own.isidentifier()
 
@@ -53,8 +53,8 @@ def is_of_file(name: str) -> bool:
 def split_name(spec: str, what: str) -> tuple[str, str]:
     """Return file or module, and name, of a spec; nothing is imported.
 
-    ValueError or FileNotFoundError says in one sentence, which begins with `what`, that it has
-    another form, or that there is no such file.
+    ValueError or FileNotFoundError, in one sentence that begins with `what`, if it has another
+    form, or if there is no such file.
     """
     place, _, name = spec.rpartition(":")
     if not place or not name.isidentifier():
@@ -72,8 +72,8 @@ def load_named(spec: str, what: str) -> Any:
     """Return the object named by "package.module:name" or "path/to/file.py:name".
 
     A relative path is looked up in the current folder, then among the files of the package.
-    ValueError or FileNotFoundError says in one sentence, which begins with `what`, what is wrong:
-    the form, the file, the import or the name.
+    ValueError or FileNotFoundError, in one sentence that begins with `what`, for a wrong form,
+    file, import or name.
     """
     place, name = split_name(spec, what)
     try:
@@ -88,12 +88,12 @@ def load_named(spec: str, what: str) -> Any:
 
 
 def file_digest(name: str) -> str:
-    """Return 16 hexadecimal digits that tell a file's content from others."""
+    """Return 16 hexadecimal digits that identify a file's content."""
     return hashlib.sha256(find(name).read_bytes()).hexdigest()[:16]
 
 
 def _load_file(place: str) -> types.ModuleType:
-    """Run a Python file as a module of its own, once."""
+    """Run a Python file as a module, once."""
     path = find(place).resolve()
     name = f"{path.stem}_{hashlib.sha256(bytes(path) + path.read_bytes()).hexdigest()[:8]}"
     if name in sys.modules:
@@ -101,7 +101,7 @@ def _load_file(place: str) -> types.ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:  # a link whose target has another name
         raise ImportError(f"{path} does not end in .py")
-    # Registered because dataclasses look their module up.
+    # Registered because dataclasses look up their module.
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

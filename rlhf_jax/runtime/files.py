@@ -1,4 +1,4 @@
-"""Find the files that a run names, and write files that appear whole or not at all."""
+"""Find the files that a run names, and write files atomically."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-# The folder that has `configs` in it: of the wheel the package's own, of a clone its root.
+# The folder that contains `configs`: of the wheel the package's own, of a clone its root.
 PACKAGE = Path(__file__).resolve().parents[1]
 SHIPPED = PACKAGE if (PACKAGE / "configs").is_dir() else PACKAGE.parent
 
 
 def find(name: str | Path, folder: str | Path = "") -> Path:
-    """Return where the file or folder of this name is.
+    """Return the path of the file or folder of this name.
 
-    It is looked for as it is named, then in `folder`, where given, then among the files that come
-    with the package. Where there is none, it is the path as it is named.
+    It is looked up as given, then in `folder`, if given, then among the files of the package. If
+    there is none, it is the path as given.
     """
     path = Path(name).expanduser()
     places = [path, *([Path(folder) / path] if folder else []), SHIPPED / path]
@@ -25,15 +25,15 @@ def find(name: str | Path, folder: str | Path = "") -> Path:
 
 
 def is_remote(place: str | Path) -> bool:
-    """Tell whether a place is a URL, such as gs://bucket/prompts.jsonl."""
+    """Return whether a place is a URL, such as gs://bucket/prompts.jsonl."""
     return "://" in str(place)
 
 
 @contextlib.contextmanager
 def alone(folder: Path, workdir: str | Path) -> Iterator[None]:
-    """Keep other runs in `workdir` from the folder within the context.
+    """Lock the folder `workdir` against other runs within the context.
 
-    The lock ends with the process, however that ends. Raises ValueError where another has it.
+    The lock ends with the process, however that ends. Raises ValueError if another has it.
     """
     place = os.open(folder, os.O_RDONLY)
     try:
@@ -51,7 +51,7 @@ def alone(folder: Path, workdir: str | Path) -> Iterator[None]:
 def writing(
     path: str | Path, advice: str = ": make room or name another workdir"
 ) -> Iterator[None]:
-    """Turn an OSError within the context into one that names the path and says what to do."""
+    """Turn an OSError within the context into one that names the path and the remedy."""
     try:
         yield
     except OSError as error:
@@ -60,10 +60,10 @@ def writing(
 
 
 def write_atomically(path: Path, content: bytes, durable: bool = False) -> None:
-    """Write a file, so that whoever reads it finds the old content or the new one, whole.
+    """Write a file atomically: a reader finds the old or the new content, complete.
 
-    The content is written beside its place, as NAME.new, and renamed. With `durable` the same holds
-    for a reader after a power loss. Raises OSError, and then leaves nothing behind.
+    The content is written next to its place, as NAME.new, and renamed. With `durable` the same
+    holds for a reader after a power loss. Raises OSError, and then leaves nothing behind.
     """
     fresh = path.with_name(path.name + ".new")
     try:

@@ -1,7 +1,7 @@
-"""Read what others have written: whatever goes wrong in a file is one sentence that names it.
+"""Read files of other programs: any problem becomes one sentence that names the file.
 
-A reader of a format does its work within `reading_foreign`; what it finds wrong itself it says in
-words of its own, which begin with the file's name.
+A reader of a format works within `reading_foreign`; problems that it detects itself have its own
+messages, which begin with the file's name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-LONGEST_REASON = 160  # characters of an error that are told
+LONGEST_REASON = 160  # characters shown of an error
 SURROGATE = re.compile("[\ud800-\udfff]")  # Half of a character: no text has one alone.
 KIND_NAMES = {
     bool: "true or false",
@@ -27,10 +27,10 @@ KIND_NAMES = {
 
 @contextlib.contextmanager
 def reading_foreign(file: Path, kind: str) -> Iterator[None]:
-    """Turn whatever the content of a file raises within the context into one ValueError.
+    """Turn any error about the content of a file within the context into one ValueError.
 
-    kind: what the file should be, as "a safetensors file". A sentence that names the file already
-    stays as it is. Raises FileNotFoundError where there is none, and OSError where the disk fails.
+    kind: the expected kind of file, as "a safetensors file". A message that names the file already
+    stays unchanged. Raises FileNotFoundError if there is none, and OSError if the disk fails.
     """
     if not file.exists():
         raise FileNotFoundError(f"{file} is missing; give the path of {kind}.")
@@ -50,24 +50,24 @@ def reading_foreign(file: Path, kind: str) -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the heart of an error's message, in one line of `LONGEST_REASON` characters."""
+    """Return the essence of an error's message, in one line of `LONGEST_REASON` characters."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if isinstance(error, MemoryError):
         return "it needs more memory than there is"
     if "integer string conversion" in str(error):
         return "a number has thousands of digits"
-    # What has several sentences is told within one.
-    told = re.sub(r"[.!] (?=[A-Z])", "; ", " ".join(str(error).split()))
-    told = told[:LONGEST_REASON].rstrip(".")
+    # Several sentences become one.
+    message = re.sub(r"[.!] (?=[A-Z])", "; ", " ".join(str(error).split()))
+    message = message[:LONGEST_REASON].rstrip(".")
     name = type(error).__name__
-    return f"{name}: {told}" if isinstance(error, LookupError) or not told else told
+    return f"{name}: {message}" if isinstance(error, LookupError) or not message else message
 
 
 def parse_json(text: str | bytes, unique: bool = False) -> Any:
-    """Parse JSON; ValueError at whatever is wrong in it.
+    """Parse JSON; ValueError for any problem.
 
-    unique: a key that an object has twice is wrong, too; else the last one counts.
+    unique: refuse a key that an object has twice; otherwise the last one counts.
     """
     try:
         return json.loads(text, object_pairs_hook=_unique if unique else None)
@@ -91,9 +91,9 @@ def read_json(file: Path) -> dict[str, Any]:
 def check_kinds(
     content: Mapping[str, Any], kinds: Mapping[str, tuple[type, ...]], file: Path
 ) -> None:
-    """Raise ValueError where a key of a JSON object has a value of none of its kinds.
+    """Raise ValueError if a key of a JSON object has a value of none of its kinds.
 
-    null stands for a key that is not there.
+    null means that a key is absent.
     """
     for key in kinds.keys() & content.keys():
         value = content[key]
@@ -103,7 +103,7 @@ def check_kinds(
 
 
 def has_surrogate(value: Any) -> bool:
-    """Tell whether half a character stands anywhere in a value, which may be nested."""
+    """Return whether a lone surrogate is anywhere in a value, which may be nested."""
     if isinstance(value, Mapping):
         return any(has_surrogate(key) or has_surrogate(one) for key, one in value.items())
     if isinstance(value, list | tuple):
@@ -112,9 +112,9 @@ def has_surrogate(value: Any) -> bool:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    content = dict(pairs)
+    if len(content) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the key {twice!r:.60} is there twice")
-    return found
+    return content

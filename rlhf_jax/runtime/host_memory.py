@@ -1,11 +1,11 @@
-"""Know how much memory the processes of this host may have."""
+"""Find the memory limit of this host's processes."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-# Where a control group says how much memory it may have: of version 1, and of version 2.
+# Files with the memory limit of a control group: of version 1, and of version 2.
 CGROUPS = {
     "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes"),
     "": ("sys/fs/cgroup", "memory.max"),
@@ -13,9 +13,9 @@ CGROUPS = {
 
 
 def host_memory(root: Path = Path("/")) -> float:
-    """Return the bytes that this process may have: its host's, or what a control group leaves.
+    """Return the usable bytes of this process: its host's, or the limit of a control group.
 
-    root: where `proc` and `sys` are. Groups of version 1 and 2 are known, and those around them.
+    root: parent of `proc` and `sys`. Groups of version 1 and 2, and their parents, are considered.
     """
     known = [float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))]
     groups = root / "proc/self/cgroup"

@@ -1,4 +1,4 @@
-"""What this package takes of jax that jax does not make public, all in one place.
+"""All uses of non-public parts of jax, in one place.
 
 jax 0.10.2 and 0.12 have it; `tests/runtime/test_jax_internals.py` says so of any other.
 """
@@ -19,15 +19,15 @@ from jax._src import distributed, lib, xla_bridge
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 LOOPBACK = "127.0.0.1"
-# What XLA writes before it ends a process, and then where it has missed heartbeats of tasks.
+# XLA's messages before it ends a process, and then for missed heartbeats of tasks.
 FATAL = "Terminating process because the JAX distributed service detected fatal errors"
 UNHEARD = re.compile(r"stopped sending heartbeats\):\n((?:\d+\n)+)")
 
 
 class Verdict(NamedTuple):
-    """Hold why XLA ends a process of several: who was not heard of, or what is wrong with rank 0.
+    """Hold why XLA ends a process of several: missing heartbeats, or a problem of rank 0.
 
-    All False where rank 0 has the service and does not answer.
+    All False if rank 0 has the service and does not answer.
     """
 
     unheard: tuple[int, ...] = ()  # ranks
@@ -36,9 +36,9 @@ class Verdict(NamedTuple):
 
 
 def read_verdict(words: str) -> Verdict | None:
-    """Return why XLA ends this process, by what it wrote; None where that is something else."""
-    _, found, words = words.rpartition(FATAL)
-    if not found:
+    """Return why XLA ends this process, from its output; None if that is something else."""
+    _, fatal, words = words.rpartition(FATAL)
+    if not fatal:
         return None
     if unheard := UNHEARD.search(words):
         return Verdict(unheard=tuple(map(int, unheard[1].split())))
@@ -51,10 +51,10 @@ def coordination() -> Any:
 
 
 def keep_local(sends: bool) -> None:
-    """Have gloo listen on the loopback: by itself it takes the address of the machine's name.
+    """Make gloo listen on the loopback: by default it uses the address of the machine's name.
 
-    sends: CPUs of several processes send each other arrays, and listen there for those as well.
-    Where a version lacks a part, or takes other arguments, gloo listens where jax has it listen.
+    sends: CPUs of several processes send each other arrays, and listen there for those as well. If
+    a version lacks a part, or takes other arguments, gloo listens where jax has it listen.
     """
     make_collectives = getattr(getattr(lib, "_jax", None), "make_gloo_tcp_collectives", None)
     make_cpu_client = getattr(xla_bridge, "make_cpu_client", None)
@@ -65,7 +65,7 @@ def keep_local(sends: bool) -> None:
     def make_client() -> Any:
         """Make the client of the CPU's devices, with collectives on the loopback if possible."""
         if sends:
-            with socket.socket() as trial:  # others are told the port, which must not be 0
+            with socket.socket() as trial:  # others receive the port, which must not be 0
                 trial.bind((LOOPBACK, 0))
                 port = trial.getsockname()[1]
             jax.config.update("jax_cross_host_transfer_socket_address", f"{LOOPBACK}:{port}")
@@ -89,8 +89,8 @@ def cuda_plugin() -> str:
 
 
 def load_cuda_plugin() -> None:
-    """Register the compiler of NVIDIA's GPUs where there is neither a GPU nor its libraries."""
-    # else the plugin wants all of CUDA's libraries, of which a compiler needs none
+    """Register the compiler of NVIDIA's GPUs without a GPU or its libraries."""
+    # else the plugin requires all of CUDA's libraries, of which a compiler needs none
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     jax.devices()  # registers all plugins, once
     if not xla_bridge.is_known_platform("cuda"):
@@ -99,7 +99,7 @@ def load_cuda_plugin() -> None:
 
 @functools.cache
 def cudnn_version() -> int:
-    """Return the version of cuDNN that jax finds, such as 91000; 0 where it finds none."""
+    """Return the version of cuDNN that jax finds, such as 91000; 0 if it finds none."""
     with contextlib.suppress(RuntimeError):
         return cudnn.check_cudnn_version()
     return 0

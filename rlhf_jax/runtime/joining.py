@@ -1,4 +1,4 @@
-"""Join the processes of a run, and leave them: where each stands, what listens, how all end."""
+"""Join the processes of a run, and leave them: ranks, listening addresses, exit codes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import jax
 from rlhf_jax.runtime import distributed, jax_internals
 from rlhf_jax.runtime.lost_ranks import LOST, guard
 
-HEARTBEAT = 30  # seconds of silence after which a rank is lost, where no config says it
-FOREVER = 86_400.0  # seconds: what ends it sooner is the heartbeat
+HEARTBEAT = 30  # seconds of silence after which a rank is lost, by default
+FOREVER = 86_400.0  # seconds: the heartbeat ends it sooner
 FAILED = (1, 2)  # exit codes of an error, which may be one rank's alone
-LOCAL = ("localhost", "127.0.0.1", "[::1]")  # hosts by which a coordinator is on this machine
+LOCAL = ("localhost", "127.0.0.1", "[::1]")  # names of a coordinator on this machine
 
 # Of XLA on CPUs, at least. A device needs one for a program that waits for other devices and one
 # for the next program's start; with fewer than twice its devices a process may wait for a thread
@@ -26,7 +26,7 @@ THREADS = 32
 
 
 class Place(NamedTuple):
-    """Say where this process stands among all; `size` None: the cluster is asked."""
+    """Hold the place of this process among all; `size` None: the cluster provides it."""
 
     coordinator: str | None = None  # HOST:PORT of rank 0
     size: int | None = 1
@@ -36,12 +36,12 @@ class Place(NamedTuple):
 def start(
     place: Place, heartbeat: int | None = None, workdir: Path | None = None, sends: bool = False
 ) -> None:
-    """Join the others, before any device is touched.
+    """Join the others, before any device is used.
 
-    heartbeat: seconds of silence after which a rank is lost, which all must give alike; None where
-    this one could not read them. What libraries write goes to the workdir, once it is there. sends:
-    arrays go from process to process, for which those of one machine without accelerators listen
-    on its loopback. Raises ValueError in one sentence where the others cannot be found.
+    heartbeat: seconds of silence after which a rank is lost, equal for all; None if this one could
+    not read them. Output of libraries goes to the workdir, once it exists. sends: arrays go from
+    process to process, for which those of one machine without accelerators listen on its loopback.
+    Raises ValueError in one sentence if the others cannot be found.
     """
     virtual = "--xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if place.size != 1 or virtual:
@@ -51,10 +51,10 @@ def start(
     seconds = heartbeat or HEARTBEAT
     guard().begin(seconds, workdir)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # it would take SIGTERM, which `stopping` hears
+    # it would take SIGTERM, which `stopping` handles
     jax.config.update("jax_enable_preemption_service", False)
-    # Where the command line says all, the cluster must not: SLURM's rule would leave a process one
-    # device of its node.
+    # If the command line sets everything, the cluster must not: SLURM's rule would leave a process
+    # one device of its node.
     how = None if place.size is None else "deactivate"
     try:
         jax.distributed.initialize(
@@ -77,9 +77,9 @@ def start(
 
 
 def _check_alike(heartbeat: int | None) -> None:
-    """Raise ValueError where rank 0 waits for another heartbeat: it would take this rank for lost.
+    """Raise ValueError if rank 0 has another heartbeat: it would take this rank for lost.
 
-    Nothing is compared where a rank could not read its own: it is about to say why.
+    Nothing is compared if a rank could not read its own: it is about to report why.
     """
     word = "heartbeat_seconds"
     if distributed.leads():
@@ -97,10 +97,10 @@ def _host(coordinator: str) -> str:
 
 
 def _bind_address(coordinator: str) -> str | None:
-    """Return where rank 0 is to listen: on the addresses of the coordinator's name alone.
+    """Return where rank 0 must listen: only on the addresses of the coordinator's name.
 
-    None, which is everywhere, where the name says nothing of this machine's interfaces: one that
-    stands for another address (of a gateway), or only here for the loopback.
+    None, which is everywhere, if the name does not resolve to this machine's interfaces: if it is
+    that of another address (of a gateway), or only here of the loopback.
     """
     host = _host(coordinator)
     if host in LOCAL:
@@ -108,21 +108,21 @@ def _bind_address(coordinator: str) -> str | None:
     if not host or "JAX_COORDINATOR_BIND_ADDRESS" in os.environ:
         return None
     try:
-        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
-        for family, kind, _, _, address in found:
+        addresses = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+        for family, kind, _, _, address in addresses:
             with socket.socket(family, kind) as trial:
                 trial.bind((address[0], 0))
     except OSError:
         return None
-    loopback = all(str(address[0]).startswith(("127.", "::1")) for *_, address in found)
+    loopback = all(str(address[0]).startswith(("127.", "::1")) for *_, address in addresses)
     return None if loopback else coordinator
 
 
 def leave(code: int, sentence: str, place: Place) -> int:
     """Return the exit code of a process that ends, after its last sentence on stderr.
 
-    The sentence is said once where all say the same. Where this process ends alone the others are
-    told, and end as well.
+    The sentence is printed once if all have the same. If this process ends alone the others are
+    notified, and end as well.
     """
     if not distributed.started():
         if sentence and not place.rank:
@@ -130,7 +130,7 @@ def leave(code: int, sentence: str, place: Place) -> int:
         return code
     of_leader = None
     rank = distributed.rank()
-    # A leader that is gone takes the exchange of words with it.
+    # A leader that is gone takes the exchange of messages with it.
     with contextlib.suppress(jax.errors.JaxRuntimeError, ValueError):
         distributed.publish(f"last words of {rank}", sentence)
         if sentence and rank != distributed.LEADER:
@@ -144,10 +144,10 @@ def leave(code: int, sentence: str, place: Place) -> int:
         guard().end()
         jax.distributed.shutdown()
         return code
-    code = code or LOST  # it has done all, and one that is lost will not
+    code = code or LOST  # it has finished, and a lost one will not
     with contextlib.suppress(jax.errors.JaxRuntimeError, ValueError):
         guard().leave_alone(code)
     guard().discard_log()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # Python's own end would wait for the others
+    os._exit(code)  # Python's own exit would wait for the others

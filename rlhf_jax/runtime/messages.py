@@ -1,10 +1,10 @@
 """Messages between processes: plain values and registered dataclasses as msgpack, and back.
 
-Nothing that arrives is ever run. A message holds None, bools, numbers, text, bytes, lists, tuples,
-dicts, numeric numpy arrays, dates, and dataclasses that their owners have registered under their
-names; whatever else is refused in one sentence, by who sends it as by who receives it.
+Nothing that arrives is ever executed. A message holds None, bools, numbers, text, bytes, lists,
+tuples, dicts, numeric numpy arrays, dates, and registered dataclasses; anything else is refused in
+one sentence, by the sender as by the receiver.
 
-What msgpack has no form for is an array `(tag, *parts)`: a list is `("list", *items)`, a numpy
+Values without a msgpack form are an array `(tag, *parts)`: a list is `("list", *items)`, a numpy
 array `("array", dtype, shape, bytes)`, a dataclass `(its name, *its fields)`.
 """
 
@@ -28,10 +28,10 @@ from typing import Any, NamedTuple, TypeVar
 import msgpack
 import numpy as np
 
-LARGEST_MESSAGE = 1 << 30  # bytes of a message at most
-MOST_ITEMS = 1 << 20  # items of one list or dict at most; what has more is an array
-DEEPEST = 100  # values within values at most
-# The dtypes of arrays that travel, least significant byte first: bool, integers, floats, complex.
+LARGEST_MESSAGE = 1 << 30  # most bytes of a message
+MOST_ITEMS = 1 << 20  # most items of one list or dict; longer ones must be arrays
+DEEPEST = 100  # most nested values
+# The dtypes of supported arrays, least significant byte first: bool, integers, floats, complex.
 WIRE_DTYPES = {np.dtype(code).newbyteorder("<").str for code in "?bhiqBHIQefdFD"}
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ E = TypeVar("E", bound=Exception)
 
 
 class _Form(NamedTuple):
-    """Describe how values of a type travel: as the parts that follow their tag."""
+    """Describe the encoding of a type: the parts that follow its tag."""
 
     of: type
     parts: Callable[[Any], tuple]
@@ -47,9 +47,9 @@ class _Form(NamedTuple):
 
 
 def register(cls: type[T]) -> type[T]:
-    """Let instances of a dataclass travel, under the name of the class; for its owner to call.
+    """Register a dataclass for messages, under its name; its owner calls this.
 
-    Field types are checked where an instance arrives. Raises ValueError where the name is taken.
+    Field types are checked when an instance arrives. Raises ValueError if the name is taken.
     """
     tag = cls.__name__
     if tag in _FORMS and _FORMS[tag].of is not cls:
@@ -73,7 +73,7 @@ def register(cls: type[T]) -> type[T]:
 
 
 def encode(value: object, largest: int = LARGEST_MESSAGE) -> bytes:
-    """Return a value as bytes; raise ValueError for a type that cannot travel or too many bytes."""
+    """Return a value as bytes; raise ValueError for an unsupported type or too many bytes."""
     data = bytes(msgpack.packb(_lower(value, 0), unicode_errors="surrogatepass") or b"")
     if len(data) > largest:
         raise ValueError(f"A message of {len(data):,} bytes is over the limit of {largest:,}.")
@@ -83,9 +83,9 @@ def encode(value: object, largest: int = LARGEST_MESSAGE) -> bytes:
 def decode(
     data: bytes, channel: str, kind: type[Any] = object, largest: int = LARGEST_MESSAGE
 ) -> Any:
-    """Return the value that `encode` made bytes of, an instance of `kind`.
+    """Return the value that `encode` encoded, an instance of `kind`.
 
-    Raises ValueError, which names the channel, for whatever else the bytes are.
+    Raises ValueError, which names the channel, for any other bytes.
     """
     try:
         if len(data) > largest:
@@ -111,7 +111,7 @@ def decode(
 
 
 def _lower(value: Any, depth: int) -> Any:
-    """Return a value as what msgpack has a form for: arrays are tuples that begin with a tag."""
+    """Return a value in msgpack's forms: arrays are tuples that begin with a tag."""
     if depth > DEEPEST:
         raise ValueError(f"A message is nested more than {DEEPEST} levels deep.")
     if value is None or isinstance(value, bool):
@@ -135,9 +135,9 @@ def _lower(value: Any, depth: int) -> Any:
 
 @functools.cache
 def _tag_of(cls: type) -> str:
-    """Return under which tag a type travels.
+    """Return the tag of a type.
 
-    A dataclass does only under its own name, a subclass of a plain type as that type.
+    A dataclass has only its own name, a subclass of a plain type the tag of that type.
     """
     name = cls.__name__
     if name in _FORMS and _FORMS[name].of is cls:
@@ -149,7 +149,7 @@ def _tag_of(cls: type) -> str:
 
 
 def _build(lowered: Any, depth: int) -> Any:
-    """Return what `_lower` was given; raise ValueError for what it cannot have made."""
+    """Return the argument of `_lower`; raise ValueError for anything it cannot have produced."""
     if depth > DEEPEST:
         raise ValueError(f"it is nested more than {DEEPEST} levels deep")
     if lowered is None or isinstance(lowered, bool | int | float | str | bytes):
@@ -164,7 +164,7 @@ def _build(lowered: Any, depth: int) -> Any:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Say whether a value is of an annotated type, items of lists, tuples and dicts included."""
+    """Return whether a value is of an annotated type, items of lists, tuples and dicts included."""
     origin = typing.get_origin(hint)
     of = typing.get_args(hint)
     if hint is Any:
@@ -191,7 +191,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class RemoteError:
-    """Tell another process of an error: a class of the allowed ones, and its words."""
+    """Carry an error to another process: a class of the allowed ones, and its message."""
 
     kind: str
     arguments: tuple[Any, ...]
@@ -213,16 +213,16 @@ _ERRORS: dict[str, type[Exception]] = {
 
 
 def register_error(cls: type[E]) -> type[E]:
-    """Let errors of a class travel as themselves: it must take its own `args`."""
+    """Register an error class for messages: it must be constructible from its own `args`."""
     _ERRORS[cls.__name__] = cls
     return cls
 
 
 def describe_error(error: Exception) -> RemoteError:
-    """Return what another process is told of an error.
+    """Return the message for another process about an error.
 
-    One whose class is not among the allowed travels as the nearest of its bases that is, else as a
-    RuntimeError, with the same text.
+    A class that is not allowed is replaced by the nearest base that is, else by RuntimeError, with
+    the same text.
     """
     notes = [str(note) for note in getattr(error, "__notes__", ())]
     nearest = next((kind for kind in type(error).__mro__ if kind in _ERRORS.values()), None)
@@ -242,9 +242,9 @@ def describe_error(error: Exception) -> RemoteError:
 
 
 def rebuild_error(remote: RemoteError) -> Exception:
-    """Return the error that another process told of."""
+    """Return the error from another process's message."""
     if remote.kind not in _ERRORS:
-        raise ValueError(f"Another process told of an error of the unknown kind {remote.kind!r}.")
+        raise ValueError(f"Another process sent an error of the unknown kind {remote.kind!r}.")
     error = _ERRORS[remote.kind](*remote.arguments)
     for note in remote.notes:
         error.add_note(note)
@@ -291,8 +291,8 @@ def _build_moment(*parts: Any) -> datetime.datetime:
     return datetime.datetime(*plain, fold=fold, tzinfo=place)
 
 
-# By tag, in small letters; the names of registered dataclasses begin with a capital. A type stands
-# before those that it is a subclass of.
+# By tag, in lower case; the names of registered dataclasses begin with a capital. A type comes
+# before its base types.
 _FORMS: dict[str, _Form] = {
     "list": _Form(list, tuple, lambda *items: list(items)),
     "tuple": _Form(tuple, tuple, lambda *items: items),

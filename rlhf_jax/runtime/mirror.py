@@ -1,8 +1,8 @@
-"""Keep the workdir of a run behind a URL, as gs://bucket/run: it works in a copy on this machine.
+"""Keep the workdir of a run at a URL, such as gs://bucket/run, by a copy on this machine.
 
-Every so often what has changed is sent, and at the end the rest. What lies behind the URL is laid
-out as a workdir is. A checkpoint counts there when `mirror.json` lists it, which is written after
-all its files; so a machine that is lost in the middle of a transfer leaves the one before.
+Changes are sent at intervals, and the rest at the end. The URL has the layout of a workdir. A
+checkpoint counts there when `mirror.json` lists it, which is written after all its files; so a
+machine that is lost in the middle of a transfer leaves the previous one.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from rlhf_jax.runtime.foreign import one_line
 
 COPIES = "~/.cache/rlhf_jax/workdirs"
 CHECKPOINTS = "checkpoints"
-# What lies behind a URL, and what the copy here was last known to be: an id, and whole checkpoints.
+# The index at the URL, and the last known one of the copy: an id, and complete checkpoints.
 INDEX = "mirror.json"
 INTERVAL = 30.0  # seconds between two transfers
 
 
 def require(workdir: str) -> None:
-    """Raise ValueError where a workdir is a URL that cannot be used here; nothing is opened."""
+    """Raise ValueError if a workdir is a URL that cannot be used here; nothing is opened."""
     if is_remote(workdir):
         if distributed.started():
             raise ValueError(
@@ -43,7 +43,7 @@ def require(workdir: str) -> None:
 
 
 def folder_of(workdir: str) -> Path:
-    """Return the folder in which a run works: the workdir itself or, of a URL, its copy here."""
+    """Return the folder in which a run works: the workdir itself or, for a URL, its copy here."""
     if not is_remote(workdir):
         return Path(workdir).expanduser()
     url = workdir.rstrip("/")
@@ -53,10 +53,10 @@ def folder_of(workdir: str) -> Path:
 
 @contextlib.contextmanager
 def mirrored(workdir: str) -> Iterator[None]:
-    """Keep `workdir`, where it is a URL, and its copy here alike within the context.
+    """Synchronise `workdir`, if it is a URL, and its copy here within the context.
 
-    The copy becomes what lies behind the URL, unless it is that and what was not sent yet. Raises
-    ValueError, or OSError where the URL cannot be read and written.
+    The copy is replaced by the content of the URL, unless it is that with files not sent yet.
+    Raises ValueError, or OSError if the URL cannot be read and written.
     """
     if not is_remote(workdir):
         yield
@@ -88,9 +88,9 @@ def mirrored(workdir: str) -> Iterator[None]:
 
 
 def fetched(workdir: str | Path, checkpoints: bool = False) -> Path:
-    """Return the folder of a run to read from: of a URL a copy of its own.
+    """Return the folder of a run to read from: for a URL a separate copy.
 
-    checkpoints: those are wanted, too. The run may be going on, here or elsewhere.
+    checkpoints: whether to include them. The run may be active, here or elsewhere.
     """
     if not is_remote(workdir):
         return Path(workdir).expanduser()
@@ -103,25 +103,25 @@ def fetched(workdir: str | Path, checkpoints: bool = False) -> Path:
 
 
 class _Mirror:
-    """Hold what is known of a folder behind a URL and of its copy here."""
+    """Hold the known state of a folder at a URL and of its copy here."""
 
     def __init__(self, url: str, folder: Path):
         self._url = url
         self._folder = folder
         self._files, self._root = _open(url)
         self._sent: dict[str, tuple[int, int]] = {}  # by file: size and time of change, in ns
-        self._id = ""  # of the index that lies behind the URL
+        self._id = ""  # of the index at the URL
         self._warned = False
 
     def is_further(self) -> bool:
-        """Tell whether the copy is what lies behind the URL, and perhaps what was not sent yet."""
-        own = self._folder / INDEX
-        with self._told("read"):
-            return own.is_file() and json.loads(own.read_bytes()) == self._read_index()
+        """Return whether the copy is that of the URL, perhaps with files not yet sent."""
+        index = self._folder / INDEX
+        with self._one_sentence("read"):
+            return index.is_file() and json.loads(index.read_bytes()) == self._read_index()
 
     def bring(self, checkpoints: bool = True) -> None:
-        """Make the copy what lies behind the URL, with or without the whole checkpoints."""
-        with self._told("read"):
+        """Replace the copy by the content of the URL, with or without the complete checkpoints."""
+        with self._one_sentence("read"):
             steps = self._read_index()["checkpoints"]
             names = list(self._list())
         for path in self._folder.iterdir():
@@ -131,12 +131,12 @@ class _Mirror:
             if step is None or (checkpoints and (steps is None or step in steps)):
                 path = self._folder / name
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with self._told("read"):
+                with self._one_sentence("read"):
                     self._files.get_file(f"{self._root}/{name}", str(path))
 
     def claim(self) -> None:
-        """Say behind the URL that this run writes there, and see that it can."""
-        with self._told("written"):
+        """Record at the URL that this run writes there, and check that it can."""
+        with self._one_sentence("written"):
             steps = self._read_index()["checkpoints"]
             for name, size in self._list().items():
                 path = self._folder / name
@@ -146,11 +146,11 @@ class _Mirror:
                 same = path.is_file() and path.stat().st_size == size
                 same = same and (steps is None or step in steps)
                 self._sent[name] = _mark(path) if same else (-1, 0)
-            found = {step for name in self._sent if (step := _step_of(name))}
-            self._write_index(sorted(found if steps is None else steps))
+            steps_sent = {step for name in self._sent if (step := _step_of(name))}
+            self._write_index(sorted(steps_sent if steps is None else steps))
 
     def keep_sending(self, stop: threading.Event) -> None:
-        """Send every so often what has changed, until the event is set."""
+        """Send changes at intervals, until the event is set."""
         while not stop.wait(INTERVAL):
             try:
                 self.send()
@@ -160,26 +160,26 @@ class _Mirror:
                 self._warned = True
 
     def send(self) -> None:
-        """Send what has changed, then say which checkpoints are whole, then remove what is gone."""
-        found = self._own_files()
-        changed = [name for name, mark in found.items() if self._sent.get(name) != mark]
-        gone = self._sent.keys() - found.keys()
+        """Send changed files, then the list of complete checkpoints, then remove deleted files."""
+        files = self._own_files()
+        changed = [name for name, mark in files.items() if self._sent.get(name) != mark]
+        gone = self._sent.keys() - files.keys()
         if not changed and not gone:
             return
-        with self._told("read"):
+        with self._one_sentence("read"):
             is_own = self._read_index()["id"] == self._id
         if not is_own:
             raise ValueError(
                 f"Another run has written to {self._url}: stop one of the two, or give this one"
                 f" another workdir; what it has done is in {self._folder}."
             )
-        with self._told("written"):
-            steps = {_step_of(name) for name in found} - {None}
+        with self._one_sentence("written"):
+            steps = {_step_of(name) for name in files} - {None}
             # Checkpoints first: the lines of all their steps come after them.
             for name in sorted(changed, key=lambda name: _step_of(name) is None):
                 try:
                     self._files.put_file(str(self._folder / name), f"{self._root}/{name}")
-                    self._sent[name] = found[name]
+                    self._sent[name] = files[name]
                 except FileNotFoundError:  # removed meanwhile
                     steps.discard(_step_of(name))
             self._write_index(sorted(step for step in steps if step is not None))
@@ -189,37 +189,39 @@ class _Mirror:
                 del self._sent[name]
 
     def _own_files(self) -> dict[str, tuple[int, int]]:
-        """Return the files of the copy, with their marks, but for those that are being made."""
-        found = {}
-        # A folder that is removed meanwhile is passed over, which `rglob` would not do.
+        """Return the files of the copy, with their marks, except unfinished ones."""
+        files = {}
+        # A folder that is removed meanwhile is skipped, which `rglob` would not do.
         paths = [Path(place) / name for place, _, names in os.walk(self._folder) for name in names]
         for path in paths:
             name = path.relative_to(self._folder).as_posix()
-            # the file beside the checkpoints says of which run they are
+            # the file next to the checkpoints identifies their run
             in_folder = name.startswith(f"{CHECKPOINTS}/") and name.count("/") > 1
             unfinished = in_folder and _step_of(name) is None
             if name != INDEX and path.suffix != ".new" and not unfinished:
                 with contextlib.suppress(FileNotFoundError):
-                    found[name] = _mark(path)
-        return found
+                    files[name] = _mark(path)
+        return files
 
     def _list(self) -> dict[str, int]:
-        """Return the sizes of the files behind the URL."""
+        """Return the sizes of the files at the URL."""
         self._files.invalidate_cache()
-        found = self._files.find(self._root, detail=True)
-        sizes = {place[len(self._root) :].lstrip("/"): one["size"] for place, one in found.items()}
+        listing = self._files.find(self._root, detail=True)
+        sizes = {
+            place[len(self._root) :].lstrip("/"): one["size"] for place, one in listing.items()
+        }
         sizes.pop(INDEX, None)
         return sizes
 
     def _read_index(self) -> dict[str, Any]:
-        """Return the index; where there is none, somebody else has put whole files there."""
+        """Return the index; without one, another program has put complete files there."""
         try:
             return json.loads(self._files.cat_file(f"{self._root}/{INDEX}"))
         except FileNotFoundError:
             return {"id": "", "checkpoints": None}
 
     def _write_index(self, steps: list[int]) -> None:
-        """Say which checkpoints are whole, behind the URL and then here."""
+        """Record the complete checkpoints, at the URL and then here."""
         index = {"id": uuid.uuid4().hex, "checkpoints": steps}
         content = json.dumps(index).encode()
         self._files.pipe_file(f"{self._root}/{INDEX}", content)
@@ -227,28 +229,28 @@ class _Mirror:
         write_atomically(self._folder / INDEX, content)
 
     @contextlib.contextmanager
-    def _told(self, verb: str) -> Iterator[None]:
-        """Turn what the package of a URL's scheme raises within the context into one OSError."""
+    def _one_sentence(self, verb: str) -> Iterator[None]:
+        """Turn errors of the URL's package within the context into one OSError."""
         try:
             yield
         except Exception as error:
             kept = ""
             if verb == "written":
                 kept = (
-                    f"; what was done here is in {self._folder}: the same command goes on from it"
+                    f"; what was done here is in {self._folder}: the same command resumes from it"
                 )
             raise OSError(f"{self._url} cannot be {verb} ({one_line(error)}){kept}.") from error
 
 
 def _open(url: str) -> tuple[Any, str]:
-    """Return the file system of a URL and the path in it; ValueError where its package lacks."""
+    """Return the file system of a URL and the path in it; ValueError if its package is missing."""
     try:
         fsspec = importlib.import_module("fsspec")
         options = {"auto_mkdir": True} if url.startswith("file://") else {}
         files, root = fsspec.core.url_to_fs(url, **options)
     except (ImportError, ValueError) as error:
-        told = str(error).rstrip(".")
-        raise ValueError(f"The workdir {url} cannot be opened: {told}.") from error
+        message = str(error).rstrip(".")
+        raise ValueError(f"The workdir {url} cannot be opened: {message}.") from error
     return files, root.rstrip("/")
 
 
@@ -260,6 +262,6 @@ def _step_of(name: str) -> int | None:
 
 
 def _mark(path: Path) -> tuple[int, int]:
-    """Return by what a file's change is seen: its size, and its time in ns."""
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
+    """Return a file's size and its time in ns, which change with it."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns

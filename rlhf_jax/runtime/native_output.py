@@ -1,6 +1,6 @@
-"""Keep what libraries write by themselves in a file, and leave the screen to Python.
+"""Redirect library output to a file, and leave the screen to Python.
 
-XLA and gloo write past Python: a line for each connection, and a stack of C++ frames where they end
+XLA and gloo write past Python: a line for each connection, and a stack of C++ frames when they end
 a process.
 """
 
@@ -16,11 +16,11 @@ from pathlib import Path
 
 FOLDER = "log"  # of the workdir
 STREAMS = {"stdout": 1, "stderr": 2}
-READ_BYTES = 1 << 16  # of the last that was written
+READ_BYTES = 1 << 16  # of the latest output
 
 
 def screen() -> int:
-    """Return the file descriptor of Python's standard error; the process's where that has none."""
+    """Return the file descriptor of Python's standard error, else that of the process."""
     try:
         return sys.stderr.fileno()
     except (AttributeError, OSError, ValueError):
@@ -28,9 +28,9 @@ def screen() -> int:
 
 
 class NativeLog:
-    """Lead standard output and error of this process to a file; Python keeps the screen.
+    """Redirect standard output and error of this process to a file; Python keeps the screen.
 
-    The file is a temporary one until the workdir is there, for a run that is refused leaves none.
+    The file is temporary until the workdir exists, since a refused run leaves none.
     """
 
     def __init__(self, workdir: Path | None = None):
@@ -54,7 +54,7 @@ class NativeLog:
         os.close(handle)
 
     def keep(self, rank: int) -> None:
-        """Go on in the workdir, if it is there by now; where nothing can be written stay here."""
+        """Move the file to the workdir, if that exists by now and is writable."""
         with self._lock, contextlib.suppress(OSError):
             if self._kept or self._workdir is None or not self._workdir.is_dir():
                 return
@@ -73,7 +73,7 @@ class NativeLog:
         return (self._workdir or Path()) / FOLDER / f"rank-{rank}.txt"
 
     def words(self) -> str:
-        """Return what libraries wrote last in this process; '' where that is discarded."""
+        """Return the latest library output of this process; '' if that is discarded."""
         with contextlib.suppress(OSError), self.path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(self._began, size - READ_BYTES))

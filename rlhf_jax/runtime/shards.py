@@ -1,4 +1,4 @@
-"""Make and take apart arrays whose parts lie with several processes, or with others alone."""
+"""Make and split arrays whose parts are on several processes, or on others alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def owners_of(sharding: Sharding) -> tuple[int, ...]:
 
 
 def place_parts(leaf: Any, sharding: Sharding) -> jax.Array:
-    """Place the parts of a host array, which all processes have, that belong to this one."""
+    """Place this process's parts of a host array, which all processes have."""
     host = np.asarray(leaf)
     return jax.make_array_from_callback(
         host.shape, sharding, lambda index: host[index], dtype=host.dtype
@@ -26,7 +26,7 @@ def place_parts(leaf: Any, sharding: Sharding) -> jax.Array:
 
 
 def counted_up(number: Any) -> jax.Array:
-    """Return a [] int32 that every process reads, one higher; no device computes anything."""
+    """Increment a [] int32 that every process reads; no device computes anything."""
     return place_parts(np.asarray(number) + np.int32(1), number.sharding)
 
 
@@ -37,7 +37,7 @@ def parts_elsewhere(leaf: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def shard_on(array: jax.Array, device: Any) -> jax.Array:
-    """Return what a device holds of an array, as an array of its own; it may be another rank's."""
+    """Return a device's part of an array as an array; the device may be another rank's."""
     here = [shard.data for shard in array.addressable_shards if shard.device == device]
     shape = array.sharding.shard_shape(array.shape)
     alone = SingleDeviceSharding(device)
@@ -45,9 +45,9 @@ def shard_on(array: jax.Array, device: Any) -> jax.Array:
 
 
 def send_shards(array: Any, place: NamedSharding) -> Any:
-    """Send each shard of an array to its device at a place that splits it alike.
+    """Send each shard of an array to its device in another, equally split sharding.
 
-    All processes that have shards before or after call it in one order. Of a shape it is a shape.
+    All processes that have shards before or after call it in one order. A shape gives a shape.
     """
     if isinstance(array, jax.ShapeDtypeStruct):
         return array.update(sharding=place)
@@ -64,14 +64,14 @@ def send_shards(array: Any, place: NamedSharding) -> Any:
 def send_pieces(pieces: Sequence[jax.Array], devices: Sequence[Any]) -> list[jax.Array]:
     """Send arrays of one device each to other devices.
 
-    Every process names all pieces, in one order; it takes part in those it sends or receives. What
-    another process sends itself is an array without parts here.
+    Every process names all pieces, in one order; it takes part in those it sends or receives. A
+    piece that another process sends itself is an array without parts here.
     """
-    own = jax.process_index()
+    rank = jax.process_index()
     sent = []
     for piece, device in zip(pieces, devices, strict=True):
         (owner,) = owners_of(piece.sharding)
-        if owner == device.process_index != own:
+        if owner == device.process_index != rank:
             there = SingleDeviceSharding(device)
             shape = jax.ShapeDtypeStruct(piece.shape, piece.dtype, sharding=there)
             sent.append(parts_elsewhere(shape))

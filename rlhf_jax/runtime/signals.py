@@ -1,4 +1,4 @@
-"""Answer SIGTERM, SIGHUP and Ctrl-C: the first asks the run to stop, a later stops it at once."""
+"""Handle SIGTERM, SIGHUP and Ctrl-C: the first stops the run in order, a later one at once."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rlhf_jax.runtime.native_output import screen
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ASKED = "Stopping at the next safe place; once more stops at once."
-# Seconds after a signal in which another is the same one: launchers send a signal to the group of
-# processes, and to the process itself too.
+# Seconds in which a second signal counts as the same one: launchers send a signal to the group of
+# processes, and to the process itself.
 ECHO = 1.0
 
 
 @messages.register_error
 class Stopped(Exception):
-    """End a run that a signal asked to stop.
+    """End a run that received a signal.
 
-    `name` is the signal's, `exit_code` what a shell reports for it.
+    `name` is the signal's, `exit_code` the shell's code for it.
     """
 
     def __init__(self, number: int):
@@ -36,21 +36,21 @@ class Stopped(Exception):
 
 
 class Stop:
-    """Hold the signal that has asked the run to stop, or None."""
+    """Hold the signal that the run received, or None."""
 
     def __init__(self):
         self.signal: int | None = None
 
     def check(self) -> None:
-        """Raise `Stopped` where a signal has come."""
+        """Raise `Stopped` if a signal has arrived."""
         if self.signal is not None:
             raise Stopped(self.signal)
 
 
 def write_to_stderr(line: str) -> None:
-    """Write a line to stderr past its buffer, which what the signal interrupted may hold.
+    """Write a line to stderr past its buffer, which the interrupted code may hold.
 
-    A stderr that is closed is no error.
+    A closed stderr is no error.
     """
     # A live panel on a terminal erases its own three lines above the cursor when it is drawn again.
     text = f"\n{line}\n\n\n" if os.isatty(screen()) else f"{line}\n"
@@ -60,10 +60,10 @@ def write_to_stderr(line: str) -> None:
 
 @contextlib.contextmanager
 def listen_for_signals(say: Callable[[str], object] = write_to_stderr) -> Iterator[Stop]:
-    """Let the first signal within the context ask to stop, and give later ones to the old handlers.
+    """Handle the first signal within the context as a request; later ones by the old handlers.
 
-    The first sets `Stop.signal` and is answered with one line, which `say` gets. Those that follow
-    it within ECHO seconds are taken for its echo. SIGHUP stays ignored where `nohup` had it so.
+    The first sets `Stop.signal` and prints one line with `say`. Those that follow it within ECHO
+    seconds are taken for its echo. SIGHUP stays ignored under `nohup`.
     """
     stop = Stop()
     before = {number: signal.getsignal(number) for number in SIGNALS}

@@ -1,8 +1,8 @@
-"""Sign what processes tell each other, and refuse what none of them said.
+"""Sign the messages of a run's processes, and refuse all others.
 
-JAX's coordination service asks nobody who he is: whoever reaches its port can lay words there, and
-change those that lie there. A word of ours therefore begins with an HMAC-SHA256 (RFC 2104) over the
-name that it is laid under, its sender, its number among the sender's words, and its body.
+JAX's coordination service has no authentication: whoever reaches its port can publish and change
+values there. Our messages therefore begin with an HMAC-SHA256 (RFC 2104) over the name that they
+are published under, their sender, their number among the sender's messages, and their body.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from collections.abc import Iterator
 from pathlib import Path
 
 KEY = "RLHF_JAX_KEY"  # an environment variable: the secret of a run
-KEY_FILE = "RLHF_JAX_KEY_FILE"  # or one that names a file with it
+KEY_FILE = "RLHF_JAX_KEY_FILE"  # or one with the path of a file that contains it
 SHORTEST_SECRET = 32  # characters
-MOST_NAMES = 1 << 14  # of which it is known how old the newest word is
-HEAD = struct.Struct("<IQ")  # sender, and the number of its word
+MOST_NAMES = 1 << 14  # names whose latest message number is kept
+HEAD = struct.Struct("<IQ")  # sender, and the number of its message
 TAG = hashlib.sha256().digest_size
 
 
 class ForgedWord(ValueError):
-    """Say that bytes were signed by no process of this run, or are older than what was read."""
+    """Report bytes that no process of this run signed, or that are older than a read message."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Signer:
-    """Hold what one process signs with, and how old the newest words are that it has read."""
+    """Hold the key of one process, and the numbers of the latest messages it has read."""
 
-    key: bytes  # one that all ranks of this attempt have, and no one else
+    key: bytes  # shared by all ranks of this attempt, and no one else
     rank: int
     numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
-    # (name, sender) -> number of the newest word, in the order of their first reading
+    # (name, sender) -> number of the latest message, in the order of their first reading
     newest: collections.OrderedDict[tuple[str, int], int] = dataclasses.field(
         default_factory=collections.OrderedDict
     )
 
     def sign(self, name: str, body: bytes) -> bytes:
-        """Return a body as it is laid under a name."""
+        """Return a body as published under a name."""
         signed = HEAD.pack(self.rank, next(self.numbers)) + body
         return self._tag(name, signed) + signed
 
     def check(self, name: str, word: bytes, sender: int | None = None) -> bytes:
-        """Return the body of what was laid under a name; of one sender, where it is given.
+        """Return the body of a message under a name; of one sender, if it is given.
 
-        Raises ForgedWord for what this run's processes did not sign for this name, and for a word
-        older than one that was read there: someone has laid it again.
+        Raises ForgedWord for anything that this run's processes did not sign for this name, and for
+        a message older than one that was read there: someone has replayed it.
         """
         tag = word[:TAG]
         signed = word[TAG:]
@@ -61,7 +61,7 @@ class Signer:
         if sender not in (None, by):
             raise ForgedWord(f"it is signed by rank {by}")
         if number < self.newest.get((name, by), 0):
-            raise ForgedWord("it is an old word that was laid again")
+            raise ForgedWord("it is an old message that was published again")
         self.newest[name, by] = number
         if len(self.newest) > MOST_NAMES:
             self.newest.popitem(last=False)
@@ -73,11 +73,11 @@ class Signer:
 
 
 def read_secret() -> bytes | None:
-    """Return what the processes of a run share; None where the environment names nothing.
+    """Return the shared secret of a run's processes; None if the environment has none.
 
-    What stands in the environment itself is taken out of it: processes that this one begins, with a
-    reward's code in them, are not handed it. Raises ValueError for a secret that is short, and for
-    a file that others may read.
+    A secret in the environment itself is removed from it: child processes, with a reward's code in
+    them, do not inherit it. Raises ValueError for a short secret, and for a file that others may
+    read.
     """
     if path := os.environ.get(KEY_FILE):
         with Path(path).open() as file:

@@ -1,4 +1,4 @@
-"""Bring arrays to the host, whichever processes have them."""
+"""Copy arrays to the host, whichever processes have them."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.shards import owners_of, shard_on
 
-LEADER_PIECE = 1 << 28  # bytes of an array that travel to the leader at one time
+LEADER_PIECE = 1 << 28  # bytes of an array that travel to the leader at a time
 
 
 def fetch(tree: Any) -> Any:
     """Return a tree of arrays on the host, whole on every rank.
 
-    All ranks call it where parts lie with other processes; what lies with some processes alone, the
-    first of these tells the others.
+    All ranks call it if other processes have parts; arrays of some processes alone are sent by the
+    first of these.
     """
     if not distributed.started():
         return jax.device_get(tree)
     leaves, kind = jax.tree.flatten(tree)
-    told: dict[int, Any] = {}
+    local: dict[int, Any] = {}
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, jax.Array):
             leaves[place] = leaf if leaf.is_fully_addressable else _repeated(leaf)
             owners = owners_of(leaf.sharding)
             if distributed.is_divided() and len(owners) < distributed.count():
-                told[place] = np.asarray(leaves[place]) if owners[0] == distributed.rank() else None
-    if told:
-        said = distributed.gather(list(told.values()))
-        for number, place in enumerate(told):
+                local[place] = (
+                    np.asarray(leaves[place]) if owners[0] == distributed.rank() else None
+                )
+    if local:
+        gathered = distributed.gather(list(local.values()))
+        for number, place in enumerate(local):
             first = owners_of(leaves[place].sharding)[0]
-            leaves[place] = said[first][number]
+            leaves[place] = gathered[first][number]
     return jax.device_get(jax.tree.unflatten(kind, leaves))
 
 
@@ -56,7 +58,7 @@ def _repeat_to(everywhere: NamedSharding) -> Callable[[jax.Array], jax.Array]:
 def to_leader(tree: Any) -> Any:
     """Return a tree of arrays as numpy arrays on the leader, and Nones elsewhere.
 
-    A large leaf comes a piece after the other: no device holds all of it. All ranks call it.
+    A large leaf comes in pieces: no device holds all of it. All ranks call it.
     """
     leaves, kind = jax.tree.flatten(tree)
     for place, leaf in enumerate(leaves):
@@ -67,15 +69,15 @@ def to_leader(tree: Any) -> Any:
         out = np.empty(leaf.shape, leaf.dtype) if distributed.leads() else None
         step = -(-leaf.shape[0] // pieces)
         for start in range(0, leaf.shape[0], step):
-            found = _read_by_leader(leaf[start : start + step])
+            piece = _read_by_leader(leaf[start : start + step])
             if out is not None:
-                out[start : start + step] = found
+                out[start : start + step] = piece
         leaves[place] = out
     return jax.tree.unflatten(kind, leaves)
 
 
 def _read_by_leader(leaf: jax.Array) -> np.ndarray | None:
-    """Return an array whole on the leader, to which it is sent where other processes have it."""
+    """Return an array whole on the leader, sent there if other processes have it."""
     whole = _repeated(leaf)
     owners = owners_of(leaf.sharding)
     if distributed.LEADER not in owners:

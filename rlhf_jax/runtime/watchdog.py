@@ -1,4 +1,4 @@
-"""Say which phase of a run stands still, for how long, and where its threads are; end nothing."""
+"""Report which phase of a run stands still, for how long, and its stacks; end nothing."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import NamedTuple
 
 
 class Beat(NamedTuple):
-    """Hold the last sign of life: the phase that gave it, and when, in seconds of the clock."""
+    """Hold the last sign of life: the phase it came from, and its time in seconds of the clock."""
 
     phase: str
     at: float
 
 
 class Seen(NamedTuple):
-    """Hold what the watchdog last looked at.
+    """Hold the state of the watchdog at its last check.
 
-    `due` is the silence, in seconds after the beat, after which it speaks next.
+    `due` is the silence, in seconds after the beat, after which it reports next.
     """
 
     beat: Beat
@@ -31,30 +31,34 @@ class Seen(NamedTuple):
 def look(
     seen: Seen, beat: Beat, now: float, seconds: float, program: str = ""
 ) -> tuple[Seen, list[str]]:
-    """Look at the last beat at the time `now`, and return what is seen and the sentences to say.
+    """Check the last beat at the time `now`; return the new state and sentences to print.
 
-    A silence is spoken of after `seconds`, twice that, four times that and so on, and once more
-    when it ends. `program` is the name of one that compiles meanwhile, which takes its time.
+    A silence is reported after `seconds`, twice that, four times that and so on, and once more when
+    it ends. `program` is the name of a program that compiles meanwhile.
     """
-    said = []
+    sentences = []
     if beat != seen.beat:
         if seen.due > seconds:
-            silence = spoken(beat.at - seen.beat.at)
-            said.append(f"{seen.beat.phase} moves again: it stood still for {silence}.")
+            silence = format_duration(beat.at - seen.beat.at)
+            sentences.append(f"{seen.beat.phase} moves again: it stood still for {silence}.")
         seen = Seen(beat, seconds)
     silence = now - beat.at
     due = seen.due
     if silence >= due and program:
-        said.append(f"{beat.phase} waits for {program} to compile, for {spoken(silence)} so far.")
+        sentences.append(
+            f"{beat.phase} waits for {program} to compile, for {format_duration(silence)} so far."
+        )
     elif silence >= due:
-        said.append(f"{beat.phase} stands still: nothing has happened for {spoken(silence)}.")
+        sentences.append(
+            f"{beat.phase} stands still: nothing has happened for {format_duration(silence)}."
+        )
     while due <= silence:
         due *= 2
-    return Seen(beat, due), said
+    return Seen(beat, due), sentences
 
 
-def spoken(seconds: float) -> str:
-    """Write a duration to read: 8.5 s, 5 min 00 s, 2 h 05 min."""
+def format_duration(seconds: float) -> str:
+    """Format a duration: 8.5 s, 5 min 00 s, 2 h 05 min."""
     whole = round(seconds)
     if seconds < 59.95:
         return f"{seconds:.1f} s"
@@ -64,12 +68,12 @@ def spoken(seconds: float) -> str:
 
 
 class Watchdog:
-    """Watch a run from a thread, and say so when nothing was heard of it for long.
+    """Watch a run from a thread, and report long silences.
 
-    Use as `with Watchdog(300, print) as watchdog: watchdog.beat("generation")`. `say` gets a
-    sentence, from that thread, once nothing was heard for `seconds`; 0 is off. `program` gives the
-    name of one that compiles, '' for none. Where all threads were at the first standstill is
-    written to the file `stacks`. `clock` gives seconds.
+    Use as `with Watchdog(300, print) as watchdog: watchdog.beat("generation")`. `say` receives a
+    sentence, in that thread, after a silence of `seconds`; 0 is off. `program` returns the name of
+    the compiling program, '' for none. The stacks of all threads at the first standstill are
+    written to the file `stacks`. `clock` returns seconds.
     """
 
     def __init__(
@@ -105,7 +109,7 @@ class Watchdog:
         self._stopped = True
         self._wake.set()
         if self._seconds:
-            # A `say` that hangs must not hold up the end of a run.
+            # A `say` that hangs must not delay the end of a run.
             self._thread.join(timeout=1)
 
     def beat(self, phase: str) -> None:
@@ -115,20 +119,20 @@ class Watchdog:
             self._wake.set()
 
     def _watch(self) -> None:
-        """Look whenever a sentence may be due, until the run ends."""
+        """Check whenever a sentence may be due, until the run ends."""
         seen = Seen(self._beat, self._seconds)
         while not self._stopped:
             program = self._program()
-            seen, said = look(seen, self._beat, self._clock(), self._seconds, program)
-            for sentence in said:
+            seen, sentences = look(seen, self._beat, self._clock(), self._seconds, program)
+            for sentence in sentences:
                 self._say(sentence)
-            if said and not program and self._stacks:
+            if sentences and not program and self._stacks:
                 with contextlib.suppress(OSError), self._stacks.open("w") as file:
                     faulthandler.dump_traceback(file, all_threads=True)
                     self._say(f"Where its threads are is in {self._stacks}.")
                 self._stacks = None
             self._reported = seen.due > self._seconds
-            # A beat that came meanwhile may not have seen `_reported`, and so woke nobody.
+            # A beat that came meanwhile may not have seen `_reported`, and so woke no one.
             if self._beat == seen.beat:
                 self._wake.wait(max(seen.beat.at + seen.due - self._clock(), 0.001))
             self._wake.clear()

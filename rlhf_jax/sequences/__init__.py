@@ -1,1 +1,1 @@
-"""Token sequences and what is known of them, packed for the programs that read them."""
+"""Token sequences with their columns, and their packed form."""

@@ -1,4 +1,4 @@
-"""The batch of token sequences that a step learns from, and its packed form."""
+"""The batch of token sequences of a step, and its packed form."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ T = TypeVar("T", bound="Sequences | PackedSequences")
 
 @struct.dataclass
 class Sequences:
-    """Hold token sequences, prompt first, padded on the right, and what is known of them.
+    """Hold token sequences, prompt first, padded on the right, with columns.
 
-    Before the first token under a sequence's mask is its prompt. Samples of one prompt are
-    neighbours.
+    The tokens before the first one under a sequence's mask are its prompt. Samples of one prompt
+    are neighbours.
     """
 
     tokens: Array  # [B, T] int32
-    mask: Array  # [B, T] bool, the tokens that are learned from: of responses
-    group: Array  # [B] int32, the same of sequences with one prompt
-    columns: dict[str, Array] = dataclasses.field(default_factory=dict)  # as `COLUMNS` declares
+    mask: Array  # [B, T] bool, the tokens in the loss: of responses
+    group: Array  # [B] int32, equal for sequences with one prompt
+    columns: dict[str, Array] = dataclasses.field(default_factory=dict)  # as declared in `COLUMNS`
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -34,16 +34,16 @@ class Sequences:
         return {"token": self.mask.shape, "sequence": self.group.shape, "batch": ()}
 
     def with_columns(self, **columns: Array) -> Sequences:
-        """Return the sequences with more columns; ValueError where one is not as declared."""
+        """Return the sequences with more columns; ValueError if one is not as declared."""
         return _with_columns(self, columns)
 
     def reading(self, *names: str) -> Sequences:
-        """Return the sequences with these columns alone, of those that are there."""
+        """Return the sequences with only these columns, if present."""
         kept = {name: column for name, column in self.columns.items() if name in names}
         return dataclasses.replace(self, columns=kept)
 
     def take(self, rows: np.ndarray) -> Sequences:
-        """Return some rows of host arrays; what is known of the batch stays."""
+        """Return some rows of host arrays; columns of the whole batch are kept."""
 
         def chosen(name: str, column: Array) -> Array:
             return column if declaration(name).per == "batch" else column[rows]
@@ -60,9 +60,9 @@ class Sequences:
         return dataclasses.replace(self, mask=self.mask & (np.cumsum(self.mask, axis=1) == 1))
 
     def past_end(self) -> Sequences:
-        """Return sequences of host arrays with the place behind the last token under the mask, too.
+        """Return sequences of host arrays whose masks include the place after the last token.
 
-        Before that place a model has read a whole sequence: there a scalar head says its worth.
+        There a model has read a whole sequence, and a scalar head rates it.
         """
 
         def wider(name: str, column: Array) -> Array:
@@ -88,22 +88,22 @@ class Sequences:
 
 @struct.dataclass
 class PackedSequences:
-    """Hold sequences token by token, prompts shared: a line of C tokens for each of S row shards.
+    """Hold packed sequences with shared prompts: a line of C tokens for each of S row shards.
 
-    A prompt and what follows it of each of its samples are segments, each in one piece. A token
-    sees what comes before it of its own segment and of its prompt's. There is room for C predicted
-    tokens and C sequences, too: W and R. Columns of tokens are [S, W], of the predicted ones; those
-    of sequences [S, R]. Padding is zero, -1 in numbers of segments and blocks, False in the mask.
+    A prompt and each sample's continuation of it are segments, each contiguous. A token sees the
+    earlier tokens of its own segment and of its prompt's. There is also room for W = C predicted
+    tokens and R = C sequences. Columns of tokens are [S, W], at predicted tokens; those of
+    sequences [S, R]. Padding is zero, -1 in numbers of segments and blocks, False in the mask.
     """
 
     tokens: Array  # [S, C] int32
     positions: Array  # [S, C] int32, of a token in its sequence
     segments: Array  # [S, C, 2] int32, a token's segment, and its prompt's
     pairs: Array  # [S, P, 2] int32, blocks of the line: tokens of the first see some of the second
-    predict_from: Array  # [S, W] int32, where in the line the token before a predicted one is
-    targets: Array  # [S, W] int32, the tokens that are predicted
+    predict_from: Array  # [S, W] int32, the line's index of the token before a predicted one
+    targets: Array  # [S, W] int32, the predicted tokens
     mask: Array  # [S, W] bool
-    segment_ids: Array  # [S, W] int32, the sequence that a predicted token belongs to
+    segment_ids: Array  # [S, W] int32, the sequence of a predicted token
     groups: Array  # [S, R] int32, of a sequence, counted from 0 in each line; -1 behind the last
     columns: dict[str, Array] = dataclasses.field(default_factory=dict)
 
@@ -113,7 +113,7 @@ class PackedSequences:
         return {"token": self.mask.shape, "sequence": self.groups.shape, "batch": ()}
 
     def with_columns(self, **columns: Array) -> PackedSequences:
-        """Return the sequences with more columns; ValueError where one is not as declared."""
+        """Return the sequences with more columns; ValueError if one is not as declared."""
         return _with_columns(self, columns)
 
 

@@ -1,6 +1,6 @@
-"""Columns: numbers about token sequences, each declared once by its name.
+"""Declare columns: named arrays about token sequences.
 
-A column of tokens `x[B, T]` speaks of the token at t: `logprobs[b, t]` is the log-probability of
+A column of tokens `x[B, T]` is about the token at t: `logprobs[b, t]` is the log-probability of
 `tokens[b, t]` given `tokens[b, :t]`; entry 0 has no meaning and is never under a mask.
 """
 
@@ -15,37 +15,37 @@ from rlhf_jax.types import Array
 
 
 class Column(NamedTuple):
-    """Declare a column: the axes [B, T] that it has, its dtype, meaning, unit and maker."""
+    """Declare a column: its axes, dtype, meaning, unit and producer."""
 
     per: str  # "token" [B, T], "sequence" [B] or "batch" []
     dtype: str
     meaning: str
-    width: bool = False  # there is one more axis behind
+    width: bool = False  # there is one more axis at the end
 
 
 _NATS = "in nats"
 COLUMNS = {
-    # of generation
+    # from generation
     "sampled_logprobs": Column("token", "float32", f"log p of a token as it was drawn, {_NATS}"),
     "top_k_ids": Column("token", "int32", "the set that it was drawn from, -1 absent", width=True),
     "sample_ids": Column("sequence", "uint32", "the samples' ids, which name their noise"),
-    # of models that score
+    # from scoring models
     "logprobs": Column("token", "float32", f"log p by the policy before the update, {_NATS}"),
     "reference_logprobs": Column("token", "float32", f"log p by the reference, {_NATS}"),
-    "values": Column("token", "float32", "what the critic expected before the token"),
-    # of rewards and advantages
+    "values": Column("token", "float32", "the critic's expectation before the token"),
+    # from rewards and advantages
     "rewards": Column(
         "sequence", "float32", "the rewards of whole samples; NaN where there is none"
     ),
     "ended": Column("sequence", "bool", "whether a response has an end, and was not cut off"),
-    "kl_weight": Column("batch", "float32", f"the price of the KL divergence, a unit {_NATS}"),
+    "kl_weight": Column("batch", "float32", f"the penalty of the KL divergence, a unit {_NATS}"),
     "preference": Column(
         "sequence", "float32", "1 of a chosen sequence, -1 of a rejected one, 0 of neither"
     ),
-    "kl_baseline": Column("batch", "float32", f"what a gain is measured from, {_NATS}"),
-    "advantages": Column("token", "float32", "how much better than expected the token was"),
-    "returns": Column("token", "float32", "what the critic is to predict before the token"),
-    # of a minibatch, which micro-batches are parts of
+    "kl_baseline": Column("batch", "float32", f"the baseline of gains, {_NATS}"),
+    "advantages": Column("token", "float32", "the advantage of the token"),
+    "returns": Column("token", "float32", "the critic's target before the token"),
+    # of a minibatch, for its micro-batches
     "weights": Column("token", "float32", "of each token's loss in the minibatch's"),
     "total_tokens": Column("batch", "float32", "tokens of the minibatch, which means are over"),
     "total_sequences": Column("batch", "float32", "sequences of the minibatch with such tokens"),
@@ -58,32 +58,32 @@ COLUMNS = {
 
 
 def score_column(role: str, scalar_head: bool) -> str:
-    """Name the column of what a role's model says of each token: log-probabilities or values."""
+    """Return the column name of a role's scores: log-probabilities or values."""
     own = {("policy", False): "logprobs", ("critic", True): "values"}
     return own.get((role, scalar_head), f"{role}_{'values' if scalar_head else 'logprobs'}")
 
 
 def declaration(name: str) -> Column:
-    """Return a column's declaration; ValueError where there is none.
+    """Return a column's declaration; ValueError if there is none.
 
-    Those of further models that score follow from their names.
+    Columns of further scoring models follow from their names.
     """
     if name in COLUMNS:
         return COLUMNS[name]
     if name.endswith(("_logprobs", "_values")):
-        return Column("token", "float32", "what a further model says of the token")
+        return Column("token", "float32", "a further model's score of the token")
     raise ValueError(f"There is no column {name!r}; declare it in COLUMNS.")
 
 
 def check_column(name: str, array: Array, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ValueError where a column is not as it was declared; shapes: those by `Column.per`."""
+    """Raise ValueError if a column is not as declared; shapes: by `Column.per`."""
     declared = declaration(name)
     shape = shapes[declared.per]
-    found = tuple(np.shape(array))
-    fits = found[: len(shape)] == shape and len(found) == len(shape) + declared.width
+    actual = tuple(np.shape(array))
+    fits = actual[: len(shape)] == shape and len(actual) == len(shape) + declared.width
     if not fits or (declared.dtype and array.dtype != declared.dtype):
         more = " and one more axis" * declared.width
         raise ValueError(
             f"Column {name!r} must be {declared.dtype}{list(shape)}{more}; it is"
-            f" {array.dtype}{list(found)}."
+            f" {array.dtype}{list(actual)}."
         )

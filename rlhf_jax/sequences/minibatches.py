@@ -1,4 +1,4 @@
-"""Which sequences are trained on together: shuffled minibatches, and what their parts share."""
+"""Split a batch into shuffled minibatches, and compute weights shared by their micro-batches."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def minibatches(
 ) -> Iterator[np.ndarray]:
     """Yield the row indices of each minibatch of each epoch.
 
-    Rows or, of the numbers `groups` [batch], whole groups are shuffled anew every epoch, by (seed,
-    step, epoch). ValueError where `count` does not divide their number.
+    Rows, or whole groups by their numbers `groups` [batch], are shuffled anew every epoch, by
+    (seed, step, epoch). ValueError if `count` does not divide their number.
     """
     members = None
     if groups is not None:
@@ -33,7 +33,7 @@ def minibatches(
 
 
 def with_shares(minibatch: Sequences, weights: np.ndarray) -> Sequences:
-    """Return a minibatch of host arrays with what its micro-batches must know of all of it.
+    """Return a minibatch of host arrays with its totals, which its micro-batches need.
 
     weights [B, T] float32 are of each token's loss in the minibatch's.
     """

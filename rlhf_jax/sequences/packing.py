@@ -1,8 +1,8 @@
-"""Packing: sequences are put into lines of a fixed length, on the host, prompts shared.
+"""Pack sequences with shared prompts into lines of fixed length, on the host.
 
-What a model computes of a token outside attention knows nothing of sequences, so lines are filled
-without padding between them, and attention keeps samples apart (`model.packed_attention`). A line
-has one of two lengths, whatever the lengths of samples, so a run has few programs.
+Outside attention a model treats tokens independently, so lines are filled without padding between
+sequences, and attention keeps samples apart (`model.packed_attention`). A line has one of two
+lengths, whatever the lengths of samples, so a run has few programs.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from rlhf_jax.sequences.batch import PackedSequences, Sequences
 from rlhf_jax.sequences.columns import declaration
 from rlhf_jax.types import Array
 
-# Lines are a third and a sixteenth of a minibatch that is as long as may be, where a micro-batch
-# has room for these: of longer ones more of the last is empty, and shorter ones repeat prompts.
+# Lines are a third and a sixteenth of a minibatch of the longest samples, if a micro-batch has room
+# for these: longer lines leave more of the last one empty, and shorter ones repeat prompts.
 LONG = 3
 SHORT = 16
-GROUPS = 8  # A short line has room for a whole group, where there are at least so many.
-# It is as long as the longest sample, where that is so many prompts long: few are as long, so finer
-# lines save more than prompts that are read again cost.
+GROUPS = 8  # A short line has room for a whole group if there are at least this many.
+# It is as long as the longest sample if that is this many prompts long: few are as long, so finer
+# lines save more than repeated prompts cost.
 PROMPTS = 8
-PARTS = 8  # Blocks of a line are alike, and shorter by whole eighths where its length wants it.
+PARTS = 8  # Blocks of a line are equal; whole eighths are cut off where its length requires it.
 
 
 @dataclasses.dataclass(frozen=True)
 class Extent:
-    """Say how much there may be of the sequences that are packed at a time, all shards together.
+    """Hold the maximum size of sequences packed at a time, over all shards.
 
-    Lines follow from it, so it is the same whatever the lengths of samples.
+    Lines depend only on it, so they do not vary with the lengths of samples.
     """
 
     rows: int  # the longest sequences that a micro-batch has room for
-    tokens: int = 0  # at most in all, each prompt once; 0 where nobody knows
-    group_tokens: int = 0  # of a group at most, its prompt once; 0 where there are no groups
-    prompt_tokens: int = 0  # of a prompt at most; 0 where nobody knows
+    tokens: int = 0  # most tokens in total, each prompt once; 0 if unknown
+    group_tokens: int = 0  # most tokens of a group, its prompt once; 0 without groups
+    prompt_tokens: int = 0  # most tokens of a prompt; 0 if unknown
 
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """Hold packed sequences of host arrays, and where their predicted tokens come from."""
+    """Hold packed sequences of host arrays, and the sources of their predicted tokens."""
 
     batch: PackedSequences
     source: np.ndarray  # [S, W] int64, of [B * T] tokens; 0 where masked out
-    needed_tokens: int  # of `batch.tokens`, without padding and further copies of a prompt
-    needed_pairs: int  # of them, of a token and one that it sees
+    needed_tokens: int  # of `batch.tokens`, without padding and repeated prompts
+    needed_pairs: int  # of them, pairs of a token and one that it sees
 
     def take(self, array: Array) -> np.ndarray:
         """Return an array [B, T, ...] at the predicted tokens: [S, W, ...], 0 elsewhere."""
@@ -60,11 +60,11 @@ class Packed:
 
 @dataclasses.dataclass(frozen=True)
 class _Sample:
-    """Hold what is read of one sample: all tokens before the last one that is predicted."""
+    """Hold the tokens of one sample that are read: all before the last predicted one."""
 
     row: int
     prompt: int  # samples of the same prompt have the same number
-    predicted: np.ndarray  # where the predicted tokens are, [n] int
+    predicted: np.ndarray  # the indices of the predicted tokens, [n] int
 
     @property
     def prompt_tokens(self) -> int:
@@ -73,7 +73,7 @@ class _Sample:
 
     @property
     def own_tokens(self) -> int:
-        """Count the tokens behind the prompt."""
+        """Count the tokens after the prompt."""
         return int(self.predicted[-1]) - self.prompt_tokens
 
 
@@ -88,11 +88,11 @@ class _Line:
 def pack(
     batch: Sequences, extent: Extent, block: int, row_shards: int, *, whole_groups: bool = False
 ) -> list[Packed]:
-    """Pack host arrays: the sequences of which tokens are predicted, with all their columns.
+    """Pack host arrays: sequences with predicted tokens, with all their columns.
 
-    Each row shard has a line of a micro-batch, of one of `line_lengths`. Of the ways to fill them
-    the one with the fewest tokens is taken. Samples of a prompt are together where there is room,
-    else the prompt is read again. With `whole_groups` those of a group are in one line.
+    Each row shard has a line of a micro-batch, of one of `line_lengths`. Of the possible fillings
+    the one with the fewest tokens is used. Samples of a prompt are together if there is room, else
+    the prompt is repeated. With `whole_groups` those of a group are in one line.
     """
     samples = _samples(batch)
     if not samples:
@@ -104,7 +104,7 @@ def pack(
     indivisible = 0
     if whole_groups:
         most = extent.group_tokens or max(map(len, groups.values())) * longest
-        # It may be more where those of a group have prompts of their own.
+        # It may be more if members of a group have different prompts.
         indivisible = max(most, *(max(_room(own)) for own in groups.values()))
     lengths = line_lengths(extent, longest, block, row_shards, indivisible)
     in_order = sorted(groups.values(), key=lambda own: -_tokens(own))
@@ -125,8 +125,8 @@ def line_lengths(
 ) -> tuple[int, ...]:
     """Return the lengths of lines, one or two, the shorter one first.
 
-    longest: tokens that a sequence has at most; indivisible: that must be in one line. What is left
-    beside long lines lies in short ones. A line has whole blocks of at most `block` tokens.
+    longest: most tokens of a sequence; indivisible: most tokens that must be in one line. The
+    remainder of long lines goes into short ones. A line has whole blocks of at most `block` tokens.
     """
     least = max(longest, indivisible)
     most = rows_of_shard(extent.rows, row_shards) * longest
@@ -139,38 +139,40 @@ def line_lengths(
     return (short, most) if short < most else (most,)
 
 
-def unpack(found: Sequence[tuple[Packed, np.ndarray]], shape: tuple[int, ...]) -> np.ndarray:
-    """Return numbers [S, W] of batches as an array [B, T] float32, 0 where nothing was said."""
+def unpack(
+    packed_numbers: Sequence[tuple[Packed, np.ndarray]], shape: tuple[int, ...]
+) -> np.ndarray:
+    """Return values [S, W] of batches as an array [B, T] float32, 0 if there is none."""
     array = np.zeros(shape, np.float32)
-    for packed, numbers in found:
+    for packed, numbers in packed_numbers:
         mask = packed.batch.mask
         array.put(packed.source[mask], numbers[mask])
     return array
 
 
 def padding_share(packed: Sequence[Packed]) -> float:
-    """Return the share of the tokens of batches that are padding or a prompt's further copies."""
+    """Return the share of the tokens of batches that are padding or repeated prompts."""
     computed = sum(one.batch.tokens.size for one in packed)
     return 1.0 - sum(one.needed_tokens for one in packed) / computed if computed else 0.0
 
 
 def _whole_blocks(tokens: int, block: int) -> int:
-    """Return the least length of a line from so many tokens on."""
+    """Return the smallest valid length of a line with at least this many tokens."""
     blocks = -(-tokens // block)
     part = max(1, block // PARTS)
     return blocks * min(block, -(-tokens // (blocks * part)) * part)
 
 
 def _samples(batch: Sequences) -> list[_Sample]:
-    """Return the sequences of which something is predicted."""
+    """Return the sequences with predicted tokens."""
     numbers: dict[bytes, int] = {}
-    found = []
+    samples = []
     for row in np.flatnonzero(batch.mask.any(axis=1)):
         predicted = np.flatnonzero(batch.mask[row])
         prompt = batch.tokens[row, : predicted[0]].tobytes()
         number = numbers.setdefault(prompt, len(numbers))
-        found.append(_Sample(int(row), number, predicted))
-    return found
+        samples.append(_Sample(int(row), number, predicted))
+    return samples
 
 
 def _tokens(samples: Sequence[_Sample]) -> int:
@@ -180,14 +182,14 @@ def _tokens(samples: Sequence[_Sample]) -> int:
 
 
 def _room(samples: Sequence[_Sample]) -> list[int]:
-    """Count the tokens of samples, each prompt once, and those that are predicted."""
+    """Count the tokens of samples, each prompt once, and the predicted ones."""
     return [_tokens(samples), sum(len(one.predicted) for one in samples)]
 
 
 def _fill(
     groups: list[list[_Sample]], lengths: tuple[int, ...], row_shards: int, whole_groups: bool
 ) -> list[_Line]:
-    """Fill lines with groups of samples, the largest first, with the fewest tokens in all.
+    """Fill lines with groups of samples, the largest first, with the fewest tokens in total.
 
     With two lengths, as many of the long ones come first as are filled, or one more or less.
     """
@@ -196,7 +198,7 @@ def _fill(
     counts = {max(0, filled + more) for more in (1, 0, -1)} if len(lengths) > 1 else {0}
 
     def computed(lines: list[_Line]) -> int:
-        """Count the tokens of as many lines as each row shard then has."""
+        """Count the tokens if each row shard has its share of these lines."""
         each = [sum(line.length == length for line in lines) for length in lengths]
         return sum(-(-n // row_shards) * own for n, own in zip(each, lengths, strict=True))
 
@@ -210,12 +212,12 @@ def _fill(
 def _first_fit(
     groups: list[list[_Sample]], lengths: tuple[int, ...], count: int, whole_groups: bool
 ) -> list[_Line]:
-    """Put each group into the first line that has room, of `count` long ones and of new ones.
+    """Put each group into the first line with room, of `count` long ones and of new ones.
 
-    A group that fits nowhere is split, but where it may not be.
+    A group that fits nowhere is split if it may be.
     """
     lines = [_Line(lengths[-1]) for _ in range(count)]
-    # Tokens and predicted tokens that each line has room for.
+    # The room of each line, in tokens and predicted tokens.
     free = np.full((len(lines), 2), lengths[-1])
     for group in groups:
         rest = sorted(group, key=lambda one: -one.own_tokens)
@@ -240,22 +242,22 @@ def _first_fit(
 
 
 def _that_fit(samples: list[_Sample], free: np.ndarray) -> list[_Sample]:
-    """Return the samples of one prompt that a line has room for, in their order."""
+    """Return the samples of one prompt that fit into a line, in order."""
     tokens, predicted = free.tolist()
     tokens -= samples[0].prompt_tokens
-    found = []
+    fitting = []
     for one in samples:
         if one.own_tokens <= tokens and len(one.predicted) <= predicted:
-            found.append(one)
+            fitting.append(one)
             tokens -= one.own_tokens
             predicted -= len(one.predicted)
-    return found
+    return fitting
 
 
 def _lay_out(
     batch: Sequences, shares: list[list[_Sample]], length: int, block: int, known: set[int]
 ) -> Packed:
-    """Lay out the line of each shard; known: the prompts that have been read, which are added."""
+    """Lay out the line of each shard; known: the prompts read so far, extended here."""
     shape = (len(shares), length)
     packed = PackedSequences(
         tokens=np.zeros(shape, np.int32),
@@ -286,31 +288,31 @@ def _lay_out(
 
 
 def _laid(laid: Packed, name: str, column: Array, shares: list[list[_Sample]]) -> Array:
-    """Return a column as packed sequences have it."""
+    """Return a column in packed form."""
     per = declaration(name).per
     if per == "batch":
         return column
     if per == "token":
         return laid.take(column)
-    found = np.zeros((*laid.batch.groups.shape, *column.shape[1:]), column.dtype)
+    column_laid = np.zeros((*laid.batch.groups.shape, *column.shape[1:]), column.dtype)
     for shard, share in enumerate(shares):
-        found[shard, : len(share)] = column[[one.row for one in share]]
-    return found
+        column_laid[shard, : len(share)] = column[[one.row for one in share]]
+    return column_laid
 
 
 def _fill_line(
     batch: Sequences, share: list[_Sample], packed: PackedSequences, source: np.ndarray, shard: int
 ) -> None:
-    """Write one shard's sequences into the arrays of the packed ones."""
+    """Write one shard's sequences into the packed arrays."""
     slots = batch.tokens.shape[1]
-    prompts: dict[int, tuple[int, int]] = {}  # where in the line each begins, and its segment
+    prompts: dict[int, tuple[int, int]] = {}  # by prompt, its start in the line and its segment
     numbers: dict[int, int] = {}  # of the line's groups
     used = 0
     segments = 0
     wanted = 0
 
     def lay(one: _Sample, first: int, tokens: int, prompt: int) -> None:
-        """Lay out so many tokens of a sample, a segment of their own."""
+        """Lay out tokens of a sample as a new segment."""
         nonlocal used, segments
         new = slice(used, used + tokens)
         packed.tokens[shard, new] = batch.tokens[one.row, first : first + tokens]
@@ -328,27 +330,29 @@ def _fill_line(
         own = used - one.prompt_tokens
         lay(one, one.prompt_tokens, one.own_tokens, prompt)
 
-        told = slice(wanted, wanted + len(one.predicted))
+        predicted = slice(wanted, wanted + len(one.predicted))
         before = one.predicted - 1
-        packed.predict_from[shard, told] = before + np.where(before < one.prompt_tokens, start, own)
-        packed.targets[shard, told] = batch.tokens[one.row, one.predicted]
-        packed.mask[shard, told] = True
-        packed.segment_ids[shard, told] = place
-        source[shard, told] = one.row * slots + one.predicted
-        wanted = told.stop
+        packed.predict_from[shard, predicted] = before + np.where(
+            before < one.prompt_tokens, start, own
+        )
+        packed.targets[shard, predicted] = batch.tokens[one.row, one.predicted]
+        packed.mask[shard, predicted] = True
+        packed.segment_ids[shard, predicted] = place
+        source[shard, predicted] = one.row * slots + one.predicted
+        wanted = predicted.stop
 
 
 def pair_count(length: int, block: int) -> int:
-    """Count the pairs of a block of queries and one of keys that is not behind it, of a line."""
+    """Count the block pairs of a line with the keys not after the queries."""
     blocks = -(-length // block)
     return blocks * (blocks + 1) // 2
 
 
 def live_pairs(segments: np.ndarray, block: int) -> np.ndarray:
-    """Return the pairs of blocks of a line [C, 2] of which some token sees one: [n, 2]."""
+    """Return the block pairs of a line [C, 2] in which some token sees another: [n, 2]."""
     size = len(segments) // -(-len(segments) // block)
     used = int((segments[:, 0] >= 0).sum())
-    # Each segment lies in one piece; they are numbered in the order in which they lie.
+    # Each segment is contiguous; segments are numbered in the order of the line.
     starts = np.flatnonzero(np.diff(segments[:used, 0], prepend=-1))
     stops = np.append(starts[1:], used)
     first = starts // size

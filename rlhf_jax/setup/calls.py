@@ -1,4 +1,4 @@
-"""Place the calls of a run on devices, which are here or only named."""
+"""Place the calls of a run on devices, present or only described."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rlhf_jax.types import ModelConfigs
 
 
 def count_devices() -> int:
-    """Count the devices; raises ValueError where JAX cannot use the platform it was asked for."""
+    """Count the devices; ValueError if JAX cannot use the requested platform."""
     try:
         return jax.device_count()
     except (RuntimeError, AssertionError) as error:
-        # AssertionError where a platform is known but not installed
+        # AssertionError if a platform is known but not installed
         reason = (str(error).splitlines() or ["it is not installed"])[0].rstrip(".")
         raise ValueError(
             f"JAX cannot use the platform {jax.config.values['jax_platforms']!r} ({reason});"
@@ -33,10 +33,10 @@ def count_devices() -> int:
 def place_calls(
     config: Config, models: ModelConfigs, device: Device, count: int, in_slice: int
 ) -> tuple[Plan, dict[str, str]]:
-    """Return the plan of a run on `count` devices like one, and why each kernel is what it is.
+    """Return the plan of a run on `count` equal devices, and the reason for each kernel.
 
-    in_slice: how many of them one TPU slice has; all, where there are no several.
-    Raises ValueError or FileNotFoundError where the config's plan does not fit devices or models.
+    in_slice: the devices of one TPU slice; all, if there is only one. Raises ValueError or
+    FileNotFoundError if the config's plan does not fit devices or models.
     """
     named = config.model.compute_dtype
     if named == "auto":

@@ -1,4 +1,4 @@
-"""Check what a config says of its model, its prompts, and what chat templates are given."""
+"""Check the keys of model and prompts, and the arguments of chat templates."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rlhf_jax.config.schema import Config
 from rlhf_jax.data.rows import is_dataset, is_file_name
 from rlhf_jax.runtime.files import find, is_remote
 
-OWN_ARGUMENTS = ("messages", "add_generation_prompt")  # of a chat template, which a run gives
+OWN_ARGUMENTS = ("messages", "add_generation_prompt")  # of a chat template, set by the run
 
 
 def check_data(config: Config) -> None:
-    """Check that model and prompts are named, and what templates and columns are given."""
+    """Check that model and prompts are named, with valid templates and columns."""
     require(
         bool(config.model.path),
         "model.path is empty; give --model a folder, a .gguf file or a hub name.",
@@ -57,7 +57,7 @@ def check_data(config: Config) -> None:
 
 
 def _check_date(config: Config) -> None:
-    """Check that chat templates are told a day that there is, in the one form that is compared."""
+    """Check that the date for chat templates is a valid YYYY-MM-DD."""
     date = config.data.date
     try:
         fits = not date or datetime.date.fromisoformat(date).isoformat() == date
@@ -67,12 +67,11 @@ def _check_date(config: Config) -> None:
 
 
 def _check_template_arguments(config: Config) -> None:
-    """Check that a chat template can be given the arguments, tools and documents among them."""
+    """Check that a chat template can take the arguments, including tools and documents."""
     arguments = config.data.template_arguments.to_dict()
     taken = [name for name in OWN_ARGUMENTS if name in arguments]
     require(
-        not taken,
-        f"data.template_arguments has {', '.join(taken)}, which is the run's own to give.",
+        not taken, f"data.template_arguments has {', '.join(taken)}, which the run sets itself."
     )
     for name in ("tools", "documents"):
         given = arguments.get(name)

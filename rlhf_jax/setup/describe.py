@@ -1,4 +1,4 @@
-"""What a run will use, printed before it begins."""
+"""Describe the resources of a run, printed before it begins."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlhf_jax.placement.pipelined import is_pipelined
 from rlhf_jax.placement.plan import Plan, training_layout
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.files import is_remote
-from rlhf_jax.setup.opened import Opened
+from rlhf_jax.setup.run_spec import RunSpec
 
 LINES_REASON = {
     "attention of training and inference": "plain JAX: no kernel lets samples share a prompt, so it"
@@ -31,21 +31,21 @@ LINES_REASON = {
 }
 
 
-def print_setup(opened: Opened) -> None:
-    """Print what the run will use; raise ValueError where it does not fit."""
-    config = opened.config
-    layout = training_layout(opened.layouts)
-    policy = opened.policy
-    parts = estimate.fullest(config, opened.models, opened.plan, opened.layouts, opened.remat)
+def print_setup(spec: RunSpec) -> None:
+    """Print the resources of the run; raise ValueError if it does not fit."""
+    config = spec.config
+    layout = training_layout(spec.layouts)
+    policy = spec.policy
+    parts = estimate.fullest(config, spec.models, spec.plan, spec.layouts, spec.remat)
     device = jax.local_devices()[0]
     known = estimate.device_memory(config, device)
     if known is not None:
         memory_parts.check(parts, known)
-    held_out = len(opened.held_out or ())
+    held_out = len(spec.held_out or ())
     on_cpu = device.platform == "cpu"
-    every = estimate.by_group(config, opened.models, opened.plan, opened.layouts, opened.remat)
+    every = estimate.by_group(config, spec.models, spec.plan, spec.layouts, spec.remat)
     there = [
-        opened.plan.calls_at(number)
+        spec.plan.calls_at(number)
         for number, one in enumerate(jax.devices())
         if one.process_index == device.process_index
     ]
@@ -59,26 +59,26 @@ def print_setup(opened: Opened) -> None:
     devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
     rows = [
         ("model", f"{policy.path.name} ({model}), {layout.dtype.name}"),
-        *placement_rows(devices, opened.plan),
+        *placement_rows(devices, spec.plan),
     ]
     if distributed.started():
         rows.append(("processes", str(distributed.count())))
-    if opened.models.drafter:
-        rows.append(("drafter", _drafter_line(opened)))
+    if spec.models.drafter:
+        rows.append(("drafter", _drafter_line(spec)))
     rows.append(("ends", "\n".join(policy.ends.lines()) or "no token ends a response"))
-    rows.append(("prompts", _prompts_line(opened.prompts, config.data.train)))
+    rows.append(("prompts", _prompts_line(spec.prompts, config.data.train)))
     # Attention in packed lines is no choice, but users of a TPU or GPU may expect a kernel.
-    reasons = opened.kernel_reasons | ({} if on_cpu else LINES_REASON)
-    if opened.held_out:
-        rows.append(("held out", _prompts_line(opened.held_out, config.data.eval)))
+    reasons = spec.kernel_reasons | ({} if on_cpu else LINES_REASON)
+    if spec.held_out:
+        rows.append(("held out", _prompts_line(spec.held_out, config.data.eval)))
     rows += [
         *work_rows(config),
-        *learning_rows(opened),
+        *learning_rows(spec),
         ("workdir", config.workdir),
         *(("not split", line) for line in unsplit(weights, layout)),
         ("kernels", _kernels_lines(reasons)),
-        ("activations", opened.remat_reason),
-        ("disk", disk_line(opened)),
+        ("activations", spec.remat_reason),
+        ("disk", disk_line(spec)),
         ("memory", "\n".join(memory_parts.table(parts))),
     ]
     title = algorithm_of(config).title_of(config)
@@ -87,7 +87,7 @@ def print_setup(opened: Opened) -> None:
 
 
 def placement_rows(devices: str, plan: Plan) -> list[tuple[str, str]]:
-    """Say which devices there are, and how they are split: alike for all calls, or call by call."""
+    """Describe the devices and how calls share them: alike for all calls, or call by call."""
     if not plan.is_uniform:
         return [("devices", devices), ("plan", "\n".join(plan.table()))]
     shape = next(iter(plan.placements.values())).shape
@@ -96,41 +96,41 @@ def placement_rows(devices: str, plan: Plan) -> list[tuple[str, str]]:
     return [("devices", f"{devices} ({sizes}{pipelined})")]
 
 
-def learning_rows(opened: Opened) -> list[tuple[str, str]]:
-    """Say the policy's learning rate, and whether it follows from its size."""
-    config = opened.config
+def learning_rows(spec: RunSpec) -> list[tuple[str, str]]:
+    """Describe the policy's learning rate, and whether it is the default for its size."""
+    config = spec.config
     if not derived.trains(config, "policy"):
         return []
     rate = config.training.learning_rate
-    weights = count_weights(opened.policy.config)
+    weights = count_weights(spec.policy.config)
     usual = algorithm_of(config).learning_rate(weights)
-    why = f"as usual for {weights / 1e6:,.0f} million weights" if rate == usual else "as asked for"
+    why = f"as usual for {weights / 1e6:,.0f} million weights" if rate == usual else "as configured"
     falls = {"constant": "", "linear": ", falling linearly", "cosine": ", falling as a cosine"}
     return [("learns at", f"{rate:.2g}{falls[config.training.schedule]}, {why}")]
 
 
-def disk_line(opened: Opened) -> str:
-    """Say what checkpoints and the folders of trained models take in the workdir, and what is free.
+def disk_line(spec: RunSpec) -> str:
+    """Describe the disk space that checkpoints and exported models need, and the free space.
 
     A checkpoint holds float32 weights and the optimizer's two moments of each.
     """
-    config = opened.config
-    models = opened.models
+    config = spec.config
+    models = spec.models
     shapes = [models.policy] + [models.critics[role] for role in derived.trained_critics(config)]
-    if opened.student is not None:
-        shapes.append(opened.student)
+    if spec.student is not None:
+        shapes.append(spec.student)
     weights = 4 * sum(map(count_weights, shapes))
     checkpoint = 3 * weights
     kept = config.checkpoint.keep * bool(config.checkpoint.every)
-    # The one that is being written stands beside those that are kept.
+    # A checkpoint being written exists in addition to those that are kept.
     folders = 4 * count_weights(models.policy) * (1 + bool(config.checkpoint.best))
     total = (kept + bool(kept)) * checkpoint + folders
-    said = f"up to {total / GIGA:.1f} GB"
+    size = f"up to {total / GIGA:.1f} GB"
     if kept:
-        said += f", as a checkpoint takes {checkpoint / GIGA:.1f} and {kept} stay"
+        size += f", as a checkpoint takes {checkpoint / GIGA:.1f} and {kept} stay"
     if is_remote(config.workdir):
-        return said
-    place = next(one for one in opened.workdir.absolute().parents if one.exists())
+        return size
+    place = next(one for one in spec.workdir.absolute().parents if one.exists())
     free = shutil.disk_usage(place).free
     if free < total:
         warnings.warn(
@@ -138,11 +138,11 @@ def disk_line(opened: Opened) -> str:
             " free: lower checkpoint.keep, make room, or name another workdir.",
             stacklevel=1,
         )
-    return f"{said}; {free / GIGA:,.0f} GB are free"
+    return f"{size}; {free / GIGA:,.0f} GB are free"
 
 
 def work_rows(config: Config) -> list[tuple[str, str]]:
-    """Say how much a step and all steps generate, or are given."""
+    """Describe how much a step and all steps generate, or are given."""
     samples = derived.samples(config)
     tokens = samples * derived.response_tokens(config)
     way = config.generation.strategy if derived.generates(config) else "given"
@@ -153,7 +153,7 @@ def work_rows(config: Config) -> list[tuple[str, str]]:
 
 
 def _kernels_lines(reasons: dict[str, str]) -> str:
-    """Write one line for each choice and its reason, after the kernels that it holds for."""
+    """Write one line for each choice and its reason, after the kernels it holds for."""
     alike: dict[str, list[str]] = {}
     for kernel, reason in reasons.items():
         alike.setdefault(reason, []).append(kernel)
@@ -162,20 +162,20 @@ def _kernels_lines(reasons: dict[str, str]) -> str:
     return "\n".join(f"{', '.join(kernels)}: {reason}" for reason, kernels in alike.items())
 
 
-def _drafter_line(opened: Opened) -> str:
-    """Say what drafts and where its weights begin.
+def _drafter_line(spec: RunSpec) -> str:
+    """Describe the drafter and the source of its weights.
 
-    Their digest, too, as another run may find others in the same place.
+    It includes their digest, as another run may find other weights in the same place.
     """
-    drafter = opened.drafter
+    drafter = spec.drafter
     begins = f"{drafter.path.name} ({digest(drafter)})" if drafter else "the model's own layers"
-    if opened.student is None:
+    if spec.student is None:
         return f"{begins}, as it is"
-    learns = "kept current" if opened.config.drafter.learning_rate else "as it is"
-    return f"student of {opened.student.num_layers} layers, from {begins}, {learns}"
+    learns = "kept current" if spec.config.drafter.learning_rate else "as it is"
+    return f"student of {spec.student.num_layers} layers, from {begins}, {learns}"
 
 
 def _prompts_line(prompts: Prompts, path: str) -> str:
-    """Count the prompts of a file, and those that were dropped, by the reason."""
+    """Count the prompts of a file, and the dropped ones by reason."""
     dropped = [f", {count} {reason} dropped" for reason, count in prompts.dropped.items()]
     return f"{len(prompts)} from {path}{''.join(dropped)}"

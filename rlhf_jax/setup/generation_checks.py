@@ -1,4 +1,4 @@
-"""Check the part of a config that says how text is generated, drafted and scored meanwhile."""
+"""Check the keys of generation, drafting and scoring during generation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_SAMPLED = 64  # the largest top-k whose sampled sets are kept for training
 
 
 def check_generation(config: Config) -> None:
-    """Check how a response is sampled, and how many are sampled at one time."""
+    """Check the sampling options and the number of rows."""
     generation = config.generation
     of_samples = ("prompts_per_step", "samples_per_prompt", "max_new_tokens", "temperature")
     positive = (*of_samples, "max_rows", "min_rows")
@@ -35,7 +35,7 @@ def check_generation(config: Config) -> None:
 
 
 def check_strategy(config: Config) -> None:
-    """Check that the drafting strategy has the drafts, and the noise, that it needs."""
+    """Check that the drafting strategy has the drafts and the noise that it needs."""
     generation = config.generation
     repeated = generation.repeated_noise
     replays = drafting.replays(config)
@@ -64,7 +64,7 @@ def check_strategy(config: Config) -> None:
 
 
 def check_drafter(config: Config) -> None:
-    """Check that a drafter which is to learn is a student, has a use and has samples."""
+    """Check that a learning drafter is a student, has a use and has samples."""
     drafter = config.drafter
     generation = config.generation
     require_not_negative(config, "drafter.layers", "drafter.learning_rate")
@@ -89,13 +89,13 @@ def check_drafter(config: Config) -> None:
 
 
 def slices_key(config: Config) -> str:
-    """Name what says how many slices generation has."""
+    """Name the key or file that sets the number of slices of generation."""
     in_file = config.plan.endswith(".json")
     return f"slices of generation in {config.plan}" if in_file else "mesh.slices"
 
 
 def check_fused_inference(config: Config, slices: int) -> None:
-    """Check that scoring beside generation has an idle slice, models, and leave to be random."""
+    """Check that scoring during generation has idle slices, models and nondeterminism."""
     fused = config.generation.fuse_inference
     require(
         not fused or slices > 1,
@@ -120,7 +120,7 @@ def check_fused_inference(config: Config, slices: int) -> None:
 
 
 def check_lag(config: Config, plan: Plan) -> None:
-    """Check that samples drawn ahead have devices, and an algorithm that weighs them."""
+    """Check that prefetched samples have devices, and an algorithm that weighs them."""
     lag = config.training.lag
     require(
         lag in (0, 1), f"training.lag is {lag}; it must be 0, or 1 to draw samples one step ahead."
@@ -135,11 +135,11 @@ def check_lag(config: Config, plan: Plan) -> None:
         f"training.lag is 1, and algorithm {config.algorithm.name!r} does not weigh samples of"
         " older weights, as it reads no advantages; set it to 0.",
     )
-    own = set(plan.placements["generation"].devices)
+    devices = set(plan.placements["generation"].devices)
     shared = [
         call
         for call, placed in plan.placements.items()
-        if call != "generation" and own & set(placed.devices)
+        if call != "generation" and devices & set(placed.devices)
     ]
     require(
         not shared,

@@ -1,4 +1,4 @@
-"""The models of a run: loaded where they lie, with optimizers, or as shapes."""
+"""Load the models of a run to their devices, with optimizers, or make their shapes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rlhf_jax.mesh import FLOAT32, Layout
 from rlhf_jax.models.files.source import Source
 from rlhf_jax.models.shardings import model_shardings
 from rlhf_jax.models.transformer import abstract_weights
-from rlhf_jax.placement.transfer import put_aside, transfer
-from rlhf_jax.setup.opened import Opened
+from rlhf_jax.placement.transfer import offload, transfer
+from rlhf_jax.setup.run_spec import RunSpec
 from rlhf_jax.training.distill import student_of
 from rlhf_jax.training.learn import trained
 from rlhf_jax.training.optimizer import make_optimizer, scheduled
@@ -25,27 +25,27 @@ from rlhf_jax.types import Model, Trained
 
 
 def load(source: Source, layout: Layout) -> Model:
-    """Load weights as the layout splits them, in its dtype, each device reading its own part."""
+    """Load weights sharded as in the layout, in its dtype; each device reads its own part."""
     shapes = abstract_weights(source.config, layout.dtype)
     return source.load(layout.dtype, model_shardings(shapes, layout))
 
 
 def load_idle(source: Source, layout: Layout, config: Config) -> Model:
-    """Load a model that only scores, to where it waits until it does."""
+    """Load a model that only scores, to the memory where it waits between uses."""
     model = load(source, layout)
-    return put_aside(model) if config.mesh.idle_on_host else model
+    return offload(model) if config.mesh.idle_on_host else model
 
 
 def learning_rates(config: Config) -> dict[str, optax.ScalarOrSchedule]:
-    """Return the learning rate, by role, of what is trained on the samples of a step.
+    """Return the learning rates, by role, of the models trained on the samples of a step.
 
-    Critics have their own beside a policy that learns, and are else what training is about.
+    Critics have their own rate if a policy learns, and otherwise the one of training.
     """
     training = config.training
     critic = config.critic
     of_update = training.epochs * training.minibatches
     steps = config.steps * of_update
-    found: dict[str, optax.ScalarOrSchedule] = {}
+    rates: dict[str, optax.ScalarOrSchedule] = {}
     of_policy = scheduled(
         training.learning_rate,
         training.warmup_steps,
@@ -54,85 +54,86 @@ def learning_rates(config: Config) -> dict[str, optax.ScalarOrSchedule]:
     )
     of_critics = scheduled(critic.learning_rate, critic.warmup_steps, training.schedule, steps)
     if derived.trains(config, "policy"):
-        found["policy"] = of_policy
+        rates["policy"] = of_policy
     else:
         of_critics = of_policy
-    return found | dict.fromkeys(derived.trained_critics(config), of_critics)
+    return rates | dict.fromkeys(derived.trained_critics(config), of_critics)
 
 
-def make_optimizers(opened: Opened) -> dict[str, optax.GradientTransformation | None]:
-    """Make those of what is trained, by role; None of a model that stays as it is."""
-    config = opened.config
+def make_optimizers(spec: RunSpec) -> dict[str, optax.GradientTransformation | None]:
+    """Make the optimizers by role; None for a frozen model."""
+    config = spec.config
     training = config.training
     make = functools.partial(
         make_optimizer, max_grad_norm=training.max_grad_norm, weight_decay=training.weight_decay
     )
-    found: dict[str, optax.GradientTransformation | None] = {"policy": None}
-    found |= {role: make(rate) for role, rate in learning_rates(config).items()}
-    if opened.student is not None:
+    optimizers: dict[str, optax.GradientTransformation | None] = {"policy": None}
+    optimizers |= {role: make(rate) for role, rate in learning_rates(config).items()}
+    if spec.student is not None:
         rate = config.drafter.learning_rate
-        found["drafter"] = (
+        optimizers["drafter"] = (
             make_optimizer(rate, max_grad_norm=training.max_grad_norm) if rate else None
         )
-    return found
+    return optimizers
 
 
 def initial_models(
-    opened: Opened, read: Callable[[Source, Layout], Model] = load
+    spec: RunSpec, read: Callable[[Source, Layout], Model] = load
 ) -> dict[str, Trained]:
-    """Return what is trained, by role, before the first step.
+    """Return the trained models by role, before the first step.
 
-    read: loads weights, or makes their shapes: of these the models are shapes, too, that say where
-    they lie.
+    read: loads weights or makes their shapes; with shapes the models are shapes with shardings.
     """
-    layouts = opened.layouts
-    optimizers = make_optimizers(opened)
+    layouts = spec.layouts
+    optimizers = make_optimizers(spec)
 
     def master(source: Source, layout: Layout) -> Model:
         return read(source, dataclasses.replace(layout, dtype=FLOAT32))
 
     models = {}
     if layout := layouts.get("policy_training"):
-        models["policy"] = trained(master(opened.policy, layout), optimizers["policy"], layout)
-    for role in derived.trained_critics(opened.config):
-        own = layouts[f"{role}_training"]
-        models[role] = trained(master(opened.critic, own), optimizers[role], own, part=_critic)
-    if opened.student is not None:
+        models["policy"] = trained(master(spec.policy, layout), optimizers["policy"], layout)
+    for role in derived.trained_critics(spec.config):
+        training_layout = layouts[f"{role}_training"]
+        models[role] = trained(
+            master(spec.critic, training_layout), optimizers[role], training_layout, part=_critic
+        )
+    if spec.student is not None:
         layout = layouts["policy_training"]
-        source = master(opened.drafter, layout) if opened.drafter else models["policy"].weights
-        part = functools.partial(student_of, layers=opened.student.num_layers)
+        source = master(spec.drafter, layout) if spec.drafter else models["policy"].weights
+        part = functools.partial(student_of, layers=spec.student.num_layers)
         models["drafter"] = trained(source, optimizers["drafter"], layout.unpipelined, part)
     return models
 
 
 def source_shapes(source: Source, layout: Layout) -> Model:
-    """Return the shapes of a source's weights as a layout has them."""
+    """Return the shapes of a source's weights in a layout."""
     return abstract_weights(source.config, layout.dtype)
 
 
 def _critic(model: Model) -> Model:
-    """Return a reward model as it is, and of a language model the trunk."""
+    """Return a reward model unchanged, and a language model's trunk with a new scalar head."""
     return model if model.config.scalar_head else critic_of(model)
 
 
-def frozen_models(opened: Opened) -> dict[str, Model]:
-    """Load the models that are not trained, by role.
+def frozen_models(spec: RunSpec) -> dict[str, Model]:
+    """Load the frozen models, by role.
 
-    A student is part of the state; where one is kept current, it is here as it began.
+    A student is part of the state; if it learns during the run, its initial weights are here.
     """
-    config = opened.config
-    layouts = opened.layouts
+    config = spec.config
+    layouts = spec.layouts
     frozen = {}
     for role in derived.scorers(config):
         if role != "policy" and not derived.trains(config, role):
-            source = opened.reference if role == "reference" else opened.critic
+            source = spec.reference if role == "reference" else spec.critic
             frozen[role] = load_idle(source, layouts[f"{role}_inference"], config)
-    if opened.student is None and opened.drafter is not None:
-        drafter = load(opened.drafter, layouts["generation"])
+    if spec.student is None and spec.drafter is not None:
+        drafter = load(spec.drafter, layouts["generation"])
         frozen["drafter"] = decoding_weights(drafter, layouts["generation"])
-    beside = config.drafter.learning_rate and not derived.makes_drafter(config)
-    if beside and opened.student is not None:
+    compares = config.drafter.learning_rate and not derived.makes_drafter(config)
+    if compares and spec.student is not None:
         layout = layouts["policy_training"].unpipelined
-        source = load(opened.drafter or opened.policy, layout)
-        frozen["student"] = transfer(student_of(source, opened.student.num_layers), layout)
+        source = load(spec.drafter or spec.policy, layout)
+        frozen["student"] = transfer(student_of(source, spec.student.num_layers), layout)
     return frozen

@@ -1,4 +1,4 @@
-"""Check what a config says of rewards: their terms, and what becomes of those that fail."""
+"""Check the keys of rewards: their terms, and the handling of failures."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from rlhf_jax.config.checks import require, require_not_negative, require_one_of
 from rlhf_jax.config.schema import Config
 from rlhf_jax.rewards.sources import term_names
 
-# What every evaluation writes as eval/NAME.
+# Names that every evaluation writes as eval/NAME.
 OWN_MEASURES = ("reward", "finished", "distinct_pairs", "generation/tokens_per_round")
 
 
 def check_rewards(config: Config) -> None:
-    """Check that rewards can be computed, weighed and told apart."""
+    """Check that rewards can be computed, weighed and distinguished."""
     reward = config.reward
     terms = len(reward.functions) + len(derived.reward_models(config))
     require(

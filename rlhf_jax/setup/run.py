@@ -1,4 +1,4 @@
-"""From what is opened to a run: models loaded, rewards started, settings settled."""
+"""From a run specification to a run: load models, start rewards, build settings."""
 
 from __future__ import annotations
 
@@ -26,108 +26,108 @@ from rlhf_jax.run import EvaluationSettings, Run
 from rlhf_jax.runtime.compilation import Programs
 from rlhf_jax.setup import settings
 from rlhf_jax.setup.models import frozen_models, load_idle
-from rlhf_jax.setup.opened import Opened
+from rlhf_jax.setup.run_spec import RunSpec
 from rlhf_jax.sources.ahead import RolloutsAhead
 from rlhf_jax.sources.drawn import SampleSource
 from rlhf_jax.sources.given import GivenSamples, sequences_of
 from rlhf_jax.sources.rollouts import Rollouts
 
-# Added to the seed by exclusive or: keeps evaluation's noise apart from training's.
+# Combined with the seed by exclusive or: keeps evaluation's noise apart from training's.
 EVALUATION_SEED = 1 << 31
 
 
 def make_run(
-    opened: Opened,
+    spec: RunSpec,
     stack: contextlib.ExitStack,
     alive: Callable[[], None],
     programs: Programs,
     remat: bool,
 ) -> Run:
-    """Load the models that are not trained, start the rewards, and settle all that stays the same.
+    """Load the frozen models, start the rewards, and build all constants of the run.
 
-    programs: where what is compiled beside the run goes. remat: what the run began with. The stack
-    ends the reward's processes; `alive` hears them work.
+    programs: for background compilation. remat: as the run began with. The stack ends the reward's
+    processes; `alive` is called as they work.
     """
-    config = opened.config
-    frozen = frozen_models(opened)
-    lanes = lanes_of(opened.plan)
-    scoring = ScoringSettings.from_config(config, opened.layouts)
-    stream = PromptStream(opened.prompts, settings.batches(opened))
+    config = spec.config
+    frozen = frozen_models(spec)
+    lanes = lanes_of(spec.plan)
+    scoring = ScoringSettings.from_config(config, spec.layouts)
+    stream = PromptStream(spec.prompts, settings.batches(spec))
     generation = None
     evaluation = None
     held_out = None
     source: SampleSource
-    if opened.given:
+    if spec.given:
         length = derived.text_tokens(config)
-        source = GivenSamples(stream, opened.given, length, opened.policy.tokenizer)
-        if opened.held_out is not None:
-            every = np.arange(len(opened.held_out))
-            held_out = sequences_of(opened.held_out, opened.held_out_given, every, length)
+        source = GivenSamples(stream, spec.given, length, spec.policy.tokenizer)
+        if spec.held_out is not None:
+            every = np.arange(len(spec.held_out))
+            held_out = sequences_of(spec.held_out, spec.held_out_given, every, length)
     else:
-        generation = settings.generation_settings(opened, programs)
-        rewards = _rewards(opened, stack, alive)
+        generation = settings.generation_settings(spec, programs)
+        rewards = _rewards(spec, stack, alive)
         reward_lanes = lanes.of_call.get("reward_inference", ())
         kind = Rollouts
         if config.training.lag:
             kind = functools.partial(RolloutsAhead, steps=config.steps)
         source = kind(stream, generation, rewards, scoring, frozen, reward_lanes)
-        if opened.held_out is not None:
+        if spec.held_out is not None:
             decoding = generation.decoding
-            evaluation = _evaluation(opened, opened.held_out, decoding, rewards, stack, alive)
+            evaluation = _evaluation(spec, spec.held_out, decoding, rewards, stack, alive)
     return Run(
         config=config,
         source=source,
         generation=generation,
         scoring=scoring,
-        learners=settings.learners(opened, remat),
+        learners=settings.learners(spec, remat),
         frozen=frozen,
         lanes=lanes,
         next_kl_coefficient=settings.kl_controller(config),
-        distillation=settings.distillation(opened, remat, frozen.get("student")),
+        distillation=settings.distillation(spec, remat, frozen.get("student")),
         evaluation=evaluation,
         held_out=held_out,
     )
 
 
 def _evaluation(
-    opened: Opened,
+    spec: RunSpec,
     held_out: Prompts,
     decoding: GenerationConfig,
     rewards: Rewards,
     stack: contextlib.ExitStack,
     alive: Callable[[], None],
 ) -> EvaluationSettings:
-    """Start what measures held-out texts: the reward, and measures that are never trained on."""
-    config = opened.config
+    """Start the measures of held-out texts: the reward, and metrics that are never trained on."""
+    config = spec.config
     measures: dict[str, Scorer] = {}
     if function := rewards.function:
         measures["reward"] = lambda responses: function(responses, {})[0]
-    for name, spec in config.reward.metrics.items():
-        scorer = source_of(spec).open(spec, config, alive)
+    for name, metric in config.reward.metrics.items():
+        scorer = source_of(metric).open(metric, config, alive)
         measures[name] = shared_out(stack.enter_context(scorer))
-    asked = config.evaluation
+    settings = config.evaluation
     return EvaluationSettings(
         prompts=held_out,
-        tokenizer=opened.policy.tokenizer,
+        tokenizer=spec.policy.tokenizer,
         decoding=dataclasses.replace(
             decoding,
-            sampling=Sampling(asked.temperature, asked.top_k, asked.top_p),
+            sampling=Sampling(settings.temperature, settings.top_k, settings.top_p),
             seed=config.seed ^ EVALUATION_SEED,
         ),
-        samples_per_prompt=asked.samples_per_prompt,
+        samples_per_prompt=settings.samples_per_prompt,
         measures=measures,
     )
 
 
-def _rewards(opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], None]) -> Rewards:
+def _rewards(spec: RunSpec, stack: contextlib.ExitStack, alive: Callable[[], None]) -> Rewards:
     """Start the terms of the reward: sources such as functions, models on their devices."""
-    config = opened.config
-    layout = opened.layouts.get("reward_inference", opened.layouts["policy_training"])
+    config = spec.config
+    layout = spec.layouts.get("reward_inference", spec.layouts["policy_training"])
     reward = config.reward
     names = term_names(config)
     rows = derived.microbatch_rows(config)
     bucket = config.training.length_bucket
-    loaded = [(source, load_idle(source, layout, config)) for source in opened.rewards]
+    loaded = [(source, load_idle(source, layout, config)) for source in spec.rewards]
     readers = [
         RewardModel(*model, rows=rows, length_bucket=bucket)
         for model in loaded[: len(reward.models)]
@@ -138,7 +138,8 @@ def _rewards(opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], No
     ]
     models = dict(zip(names[len(reward.functions) :], readers, strict=False))
     functions = [
-        stack.enter_context(source_of(spec).open(spec, config, alive)) for spec in reward.functions
+        stack.enter_context(source_of(function).open(function, config, alive))
+        for function in reward.functions
     ]
     by_name = dict(zip(names, functions, strict=False))
     eager = {name: own for name, own in by_name.items() if isinstance(own, EagerScorer)}
@@ -151,7 +152,7 @@ def _rewards(opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], No
     clip = functools.partial(penalise_and_clip, missing_end=reward.missing_end, clip=reward.clip)
     return Rewards(
         function,
-        opened.policy.tokenizer,
+        spec.policy.tokenizer,
         clip,
         models,
         eager,

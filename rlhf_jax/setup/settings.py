@@ -1,4 +1,4 @@
-"""Settings of each stage, from what is opened."""
+"""Build the settings of each stage from a run specification."""
 
 from __future__ import annotations
 
@@ -27,49 +27,49 @@ from rlhf_jax.placement.plan import training_layout
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.compilation import Programs
 from rlhf_jax.setup.models import learning_rates, make_optimizers
-from rlhf_jax.setup.opened import Opened
+from rlhf_jax.setup.run_spec import RunSpec
 from rlhf_jax.state import GenerationState, HostState, SpeculationState, remembered
 from rlhf_jax.training.distill import DISTILLATION, Distillation
 from rlhf_jax.training.gradients import Learner
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import Model
 
-# Tokens that are remembered of each held-out prompt: its last samples are the next one's drafts.
+# Tokens kept of each held-out prompt: its last samples are the drafts of the next ones.
 ALL_TOKENS = 1 << 40
 
 
-def batches(opened: Opened) -> Batches:
+def batches(spec: RunSpec) -> Batches:
     """Make the order of the prompts."""
-    config = opened.config
-    count = len(opened.prompts)
-    sizes = opened.sizes if config.data.shares else (count,)
+    config = spec.config
+    count = len(spec.prompts)
+    sizes = spec.sizes if config.data.shares else (count,)
     shares = config.data.shares or (1.0,)
     return Batches(count, derived.prompts(config), config.seed, sizes, tuple(map(float, shares)))
 
 
-def generation_settings(opened: Opened, programs: Programs) -> GenerationSettings:
-    """Settle how a run generates; rounds are compiled among the run's programs.
+def generation_settings(spec: RunSpec, programs: Programs) -> GenerationSettings:
+    """Build the settings of generation; rounds are compiled among the run's programs.
 
-    What is compiled at which time depends on the clock, as does a plan of several processes: a run
-    that is to repeat itself does without them.
+    Background compilation depends on the clock, as does an assignment by several processes: a
+    deterministic run does without them.
     """
-    config = opened.config
+    config = spec.config
     generation = config.generation
-    layout = opened.layouts["generation"]
+    layout = spec.layouts["generation"]
     compiler = None
     if derived.adaptive(config) and not config.deterministic:
         compiler = BackgroundCompiler(programs)
     scoring_seconds = 0.0
     if generation.fuse_inference:
-        # The time in which a slice scores a token under all models.
-        models = opened.models.scorers(derived.calls(config))
+        # The seconds that a slice takes to score a token under all models.
+        models = spec.models.scorers(derived.calls(config))
         flops = sum(prior.work(model, layout.dtype.itemsize).token_flops for model in models)
         devices = layout.extent(AXES) / layout.slices
         scoring_seconds = flops / (RATES[layout.platform][1] * devices)
     by_clock = config.deterministic and distributed.started()
     planned = generation.reallocate and layout.slices > 1 and not by_clock
     return GenerationSettings(
-        decoding=_decoding(opened),
+        decoding=_decoding(spec),
         layout=layout,
         prompts_per_step=generation.prompts_per_step,
         samples_per_prompt=generation.samples_per_prompt,
@@ -84,47 +84,47 @@ def generation_settings(opened: Opened, programs: Programs) -> GenerationSetting
     )
 
 
-def _decoding(opened: Opened) -> GenerationConfig:
-    """Settle what one call of `generate` does."""
-    strategies = drafting.strategies(opened.config).strategies
-    policy = opened.policy
+def _decoding(spec: RunSpec) -> GenerationConfig:
+    """Build the options of one call of `generate`."""
+    strategies = drafting.strategies(spec.config).strategies
+    policy = spec.policy
     return GenerationConfig.from_config(
-        opened.config, strategies, policy.stop_tokens, policy.tokenizer.decode_whole
+        spec.config, strategies, policy.stop_tokens, policy.tokenizer.decode_whole
     )
 
 
-def learners(opened: Opened, remat: bool) -> dict[str, Learner]:
-    """Settle what is trained on the samples of a step, and how, by role."""
-    optimizers = make_optimizers(opened)
-    rates = learning_rates(opened.config)
-    found = {}
-    for role, loss in algorithm_of(opened.config).losses.items():
+def learners(spec: RunSpec, remat: bool) -> dict[str, Learner]:
+    """Build the learners of a step by role."""
+    optimizers = make_optimizers(spec)
+    rates = learning_rates(spec.config)
+    by_role = {}
+    for role, loss in algorithm_of(spec.config).losses.items():
         optimizer = optimizers[role]
         if role == "drafter" or optimizer is None:  # `distillation` has a student's
             continue
-        layout = opened.layouts[f"{role}_training"]
-        settings = TrainingSettings.from_config(opened.config, layout, remat)
-        waits = opened.config.critic.steps_alone if role == "policy" else 0
-        found[role] = Learner(role, loss, optimizer, settings, waits, rates[role])
-    return found
+        layout = spec.layouts[f"{role}_training"]
+        settings = TrainingSettings.from_config(spec.config, layout, remat)
+        waits = spec.config.critic.steps_alone if role == "policy" else 0
+        by_role[role] = Learner(role, loss, optimizer, settings, waits, rates[role])
+    return by_role
 
 
-def distillation(opened: Opened, remat: bool, frozen: Model | None) -> Distillation | None:
-    """Settle how a student learns, that began as `frozen`; None where none does."""
-    optimizer = make_optimizers(opened).get("drafter")
+def distillation(spec: RunSpec, remat: bool, frozen: Model | None) -> Distillation | None:
+    """Build the distillation of a student that began as `frozen`; None if there is none."""
+    optimizer = make_optimizers(spec).get("drafter")
     if optimizer is None:
         return None
-    settings = student_settings(opened.config, opened.layouts["policy_training"], remat)
+    settings = student_settings(spec.config, spec.layouts["policy_training"], remat)
     learner = Learner("drafter", DISTILLATION, optimizer, settings)
-    samples = derived.student_samples(opened.config)
-    return Distillation(learner, samples, frozen, alone=derived.makes_drafter(opened.config))
+    samples = derived.student_samples(spec.config)
+    return Distillation(learner, samples, frozen, alone=derived.makes_drafter(spec.config))
 
 
 def student_settings(config: Config, layout: Layout, remat: bool) -> TrainingSettings:
-    """Settle with what settings a student learns, where the policy is trained.
+    """Build the settings of a student's training next to the policy's.
 
-    One made for later learns as often as training says; one that is kept current beside the policy
-    learns once.
+    A student that is the run's result learns as often as training sets; one that drafts for the
+    policy learns once.
     """
     settings = TrainingSettings.from_config(config, layout.unpipelined, remat)
     if derived.makes_drafter(config):
@@ -134,7 +134,7 @@ def student_settings(config: Config, layout: Layout, remat: bool) -> TrainingSet
 
 
 def kl_controller(config: Config) -> Callable[[float, float, int], float]:
-    """Steer the KL coefficient to the target, where there is one."""
+    """Return the controller that steers the KL coefficient to the target, if there is one."""
     if not config.kl.target:
         return lambda coefficient, divergence, samples: coefficient
     return lambda coefficient, divergence, samples: kl.adapt_kl(
@@ -142,67 +142,66 @@ def kl_controller(config: Config) -> Callable[[float, float, int], float]:
     )
 
 
-def initial_host_state(opened: Opened) -> HostState:
-    """Return what the host remembers before the first step."""
-    config = opened.config
-    devices = training_layout(opened.layouts).devices
+def initial_host_state(spec: RunSpec) -> HostState:
+    """Return the host state before the first step."""
+    config = spec.config
+    devices = training_layout(spec.layouts).devices
     where = f"{devices.shape} of {devices.flat[0].device_kind}"
     return HostState(
         step=0,
-        position=batches(opened).start,
-        generation=_generation_state(opened) if derived.generates(config) else None,
+        position=batches(spec).start,
+        generation=_generation_state(spec) if derived.generates(config) else None,
         kl_start=config.kl.coefficient,
         kl_coefficient=config.kl.coefficient,
-        remat=opened.remat,
+        remat=spec.remat,
         remat_devices=where if config.training.remat == "auto" else "",
         plan=plan_name(config),
     )
 
 
-def _generation_state(opened: Opened) -> GenerationState:
-    """Return what generation leaves for later, before any.
+def _generation_state(spec: RunSpec) -> GenerationState:
+    """Return the initial state of generation.
 
-    Of earlier responses it keeps what look-ups read, or what samples that repeat noise replay.
+    It keeps earlier responses for look-up, or for replay of samples that repeat noise.
     """
-    generation = opened.config.generation
+    generation = spec.config.generation
     replayed = generation.repeated_noise * (generation.max_new_tokens + 1)
     kept = History(max(generation.history_tokens, replayed))
-    evaluated = History(ALL_TOKENS if drafting.replays(opened.config) else 0)
+    evaluated = History(ALL_TOKENS if drafting.replays(spec.config) else 0)
     return GenerationState(
-        SpeculationState(kept, _selector(opened)), SpeculationState(evaluated, _selector(opened))
+        SpeculationState(kept, _selector(spec)), SpeculationState(evaluated, _selector(spec))
     )
 
 
-def restored_host_state(opened: Opened, step: int, document: dict[str, Any]) -> HostState:
-    """Return what the host remembered after so many steps, when `document` was made.
+def restored_host_state(spec: RunSpec, step: int, document: dict[str, Any]) -> HostState:
+    """Return the host state after a step, restored from its `document`.
 
-    Samples that were drawn ahead are left out where the config has changed, and wants none or
-    another number.
+    Prefetched samples are dropped if the config has changed and wants none or another number.
     """
-    config = opened.config
-    host = initial_host_state(opened).restored(step, document)
+    config = spec.config
+    host = initial_host_state(spec).restored(step, document)
     kept = document.get("ahead")
     generation = config.generation
-    asked = (generation.prompts_per_step, generation.samples_per_prompt)
+    sizes = (generation.prompts_per_step, generation.samples_per_prompt)
     if not (kept and config.training.lag):
         return host
     prompts = len(kept["rows"])
-    if (prompts, len(kept["ids"]) // prompts) != asked:
+    if (prompts, len(kept["ids"]) // prompts) != sizes:
         return host
-    ahead = restore_samples(kept, opened.prompts, generation.max_new_tokens)
+    ahead = restore_samples(kept, spec.prompts, generation.max_new_tokens)
     return dataclasses.replace(host, generation=dataclasses.replace(remembered(host), ahead=ahead))
 
 
-def _selector(opened: Opened) -> Selector | None:
-    """Make what chooses strategies, where that is left open."""
-    config = opened.config
+def _selector(spec: RunSpec) -> Selector | None:
+    """Make the selector of strategies, if the strategy is adaptive."""
+    config = spec.config
     if not derived.adaptive(config):
         return None
-    decoding = _decoding(opened)
+    decoding = _decoding(spec)
     costs = prior.costs(
-        opened.models,
-        opened.layouts["generation"].platform,
-        opened.layouts["generation"].dtype.itemsize,
+        spec.models,
+        spec.layouts["generation"].platform,
+        spec.layouts["generation"].dtype.itemsize,
         {},
         decoding.max_rows,
         decoding.max_length,

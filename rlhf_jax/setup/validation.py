@@ -1,8 +1,7 @@
-"""Check that a config can work: every mistake is one sentence, before any weight is loaded."""
+"""Check that a config can work; every mistake is one sentence, before any weight is loaded."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import operator
 import re
@@ -19,7 +18,6 @@ from rlhf_jax.config.checks import (
     require_texts,
 )
 from rlhf_jax.config.schema import Config, flat
-from rlhf_jax.generation import drafting
 from rlhf_jax.losses.aggregate import AGGREGATES
 from rlhf_jax.monitoring import sinks
 from rlhf_jax.monitoring.callbacks import StopAt
@@ -40,25 +38,18 @@ from rlhf_jax.setup.generation_checks import (
     slices_key,
 )
 from rlhf_jax.setup.reward_checks import OWN_MEASURES, check_rewards
-from rlhf_jax.training.distill import student_config
 from rlhf_jax.training.optimizer import SCHEDULES
-from rlhf_jax.types import ModelConfig, ModelConfigs
 
 COMPUTE_DTYPES = ("auto", "float32", "bfloat16")
 HEARTBEATS = (5, 40)  # seconds; launchers end a run 50 s after a rank has died
-TOO_LARGE = 1 << 31  # no number of a config is as large, but for the seed: shapes are 32 bits wide
-
-# Fields of its shape in which a student may differ: embedding and head are the policy's, and the
-# context is checked of every model.
-FREE_OF_STUDENT = ("max_context", "tied", "scalar_head")
+TOO_LARGE = 1 << 31  # no number of a config is as large except the seed: shapes are 32 bits wide
 
 
 def validate(config: Config, num_devices: int, num_processes: int = 1) -> dict[str, Signature]:
-    """Check a config; return how the reward's functions want to be called, by their specs.
+    """Check a config; return the call signatures of the reward's functions, by their specs.
 
-    Files are looked for, and rewards imported in processes of their own; the model is checked where
-    it is opened. Raises ValueError or FileNotFoundError, in one sentence, for the first thing that
-    cannot work.
+    Files are looked for, and rewards imported in processes of their own; the model is checked when
+    it is opened. Raises ValueError or FileNotFoundError, in one sentence, for the first problem.
     """
     require_texts(config)
     for name, value in flat(config).items():
@@ -93,97 +84,9 @@ def validate(config: Config, num_devices: int, num_processes: int = 1) -> dict[s
     return check_sources(config) if derived.rewarded(config) else {}
 
 
-def validate_models(config: Config, models: ModelConfigs) -> None:
-    """Raise ValueError where a model is of the wrong kind, or does not fit config or policy.
-
-    A model may lack room for a whole text, or have a vocabulary that is not the policy's.
-    """
-    policy, drafter, critics, rewards, reference = models
-    critic = next(iter(critics.values()), None)  # all are made of the same model
-    require(
-        reference is None or reference.vocab_size == policy.vocab_size,
-        f"kl.reference has a vocabulary of {reference and reference.vocab_size} tokens, the model"
-        f" one of {policy.vocab_size}; give a model of the same tokenizer.",
-    )
-    named = {"model.path": policy, "drafter.path": drafter, "kl.reference": reference}
-    for name, model in named.items():
-        require(
-            model is None or not model.scalar_head,
-            f"{name} is a reward model, which scores text and cannot write it; give a"
-            " language model.",
-        )
-    for path, model in zip(derived.reward_models(config), rewards, strict=True):
-        pairs = path in config.reward.preference_models
-        key = "preference_models" if pairs else "models"
-        kind, asked = ("sequence classifier", "language model")[:: 1 if pairs else -1]
-        require(model.scalar_head != pairs, f"reward.{key}: {path} is a {kind}; give a {asked}.")
-    kept = config.evaluation.top_k
-    require(
-        kept <= policy.vocab_size,
-        f"evaluation.top_k is {kept}, but the model has {policy.vocab_size} tokens; lower it.",
-    )
-    longest = derived.text_tokens(config)
-    limit = "generation.max_new_tokens" if derived.generates(config) else "data.max_response_tokens"
-    readers = {"model": policy, "drafter": drafter, "critic": critic, "reference": reference}
-    for name, model in readers.items():
-        require(
-            model is None or longest <= model.max_context,
-            f"data.max_prompt_tokens + {limit} is {longest}, but the {name}'s"
-            f" context is {model and model.max_context}; lower one of the two.",
-        )
-    require(
-        drafter is None
-        or config.generation.acceptance == "replayable"
-        or drafter.vocab_size == policy.vocab_size,
-        "Rejection compares distributions over one vocabulary: the drafter's has"
-        f" {drafter and drafter.vocab_size} tokens, the model's {policy.vocab_size}; use"
-        " acceptance 'replayable' or another drafter.",
-    )
-    require(
-        critic is None or critic.vocab_size == policy.vocab_size,
-        "The critic reads the policy's tokens: its vocabulary has"
-        f" {critic and critic.vocab_size}, the model's {policy.vocab_size}; give a critic.path of"
-        " the same vocabulary, or '' for the policy's own trunk.",
-    )
-    for role, model in critics.items():
-        require(
-            model.scalar_head or derived.trains(config, role),
-            f"The {role} of algorithm {config.algorithm.name!r} scores and is not trained; give a"
-            " critic.path that is a reward model.",
-        )
-
-
-def validate_student(config: Config, policy: ModelConfig, path: ModelConfig | None) -> None:
-    """Raise ValueError where a student cannot be made of the policy, or is not in drafter.path.
-
-    path: the model that drafter.path holds, or None where that is empty.
-    """
-    layers = config.drafter.layers if drafting.has_drafter(config) else 0
-    require(
-        layers <= policy.num_layers,
-        f"drafter.layers is {layers}, but the model has {policy.num_layers} layers to make a"
-        " student of; lower it.",
-    )
-    if not layers or path is None:
-        return
-    wanted = student_config(policy, layers)
-    for field in dataclasses.fields(ModelConfig):
-        found = getattr(path, field.name)
-        needed = getattr(wanted, field.name)
-        require(
-            found == needed or field.name in FREE_OF_STUDENT,
-            f"drafter.path holds no student of {layers} layers of this model: its {field.name} is"
-            f" {found}, not {needed}; give one that was made from it, or '' to begin with the"
-            " model's own layers.",
-        )
-
-
 def _check_run(config: Config) -> None:
-    """Check where a run lives, how long it goes on, and what it computes in."""
-    require(
-        bool(config.workdir),
-        "workdir is empty; name the folder in which all of the run shall live.",
-    )
+    """Check the workdir, the number of steps and the numerics of a run."""
+    require(bool(config.workdir), "workdir is empty; name a folder for all files of the run.")
     mirror.require(config.workdir)
     require_positive(config, "checkpoint.keep")
     require(
@@ -210,7 +113,7 @@ def _check_run(config: Config) -> None:
 
 
 def _check_measured(config: Config, setting: str, key: str) -> None:
-    """Check that a run will have the number that a setting names."""
+    """Check that a run will measure the metric that a setting names."""
     held_out = key.startswith("eval/")
     require(
         not held_out or config.evaluation.every > 0,
@@ -227,9 +130,9 @@ def _check_measured(config: Config, setting: str, key: str) -> None:
 
 
 def check_heartbeat(config: Config) -> None:
-    """Raise ValueError where processes would be taken for lost that are only slow to be heard.
+    """Raise ValueError for a heartbeat so short that slow processes would count as lost.
 
-    This alone is asked before processes join.
+    This check alone runs before processes join.
     """
     seconds = config.heartbeat_seconds
     least, most = HEARTBEATS
@@ -240,7 +143,7 @@ def check_heartbeat(config: Config) -> None:
 
 
 def _check_evaluation(config: Config) -> None:
-    """Check how held-out prompts are sampled, and that there are any."""
+    """Check the sampling of held-out prompts, and that there are any."""
     require_not_negative(config, "evaluation.every", "evaluation.temperature", "evaluation.top_k")
     require_positive(config, "evaluation.samples_per_prompt")
     top_p = config.evaluation.top_p
@@ -253,7 +156,7 @@ def _check_evaluation(config: Config) -> None:
 
 
 def _check_training(config: Config) -> None:
-    """Check the figures of the optimizer and of the policy's loss."""
+    """Check the options of the optimizer and of the policy's loss."""
     positive = (
         "epochs",
         "minibatches",
@@ -281,7 +184,7 @@ def _check_training(config: Config) -> None:
 
 
 def _check_aggregate(config: Config) -> None:
-    """Check how losses are summed, as the config says or as the algorithm brings it."""
+    """Check how losses are summed, by the config or by the algorithm."""
     require_one_of(config, "training.aggregate", ("auto", *AGGREGATES))
     aggregate = derived.aggregate_name(config)
     require(
@@ -293,7 +196,7 @@ def _check_aggregate(config: Config) -> None:
 
 
 def _check_roles(config: Config) -> None:
-    """Check that no critic is called as another model, a stage, or a folder of a run is."""
+    """Check that no critic has the name of another model, a stage, or a folder of a run."""
     roles = {*derived.critics(config), *algorithm_of(config).losses}
     others = ("generation", "reference", "reward", "student")
     for name in (*others, "best", "checkpoints", "post-mortem", "profile", "sinks"):
@@ -305,7 +208,7 @@ def _check_roles(config: Config) -> None:
 
 
 def _check_unused(config: Config) -> None:
-    """Check that a run names nothing which its algorithm has no use for."""
+    """Check that a run names nothing that its algorithm does not use."""
     keys: list[str] = []
     if not derived.rewarded(config):
         keys += ["reward.functions", "reward.models", "reward.preference_models"]
@@ -323,7 +226,7 @@ def _check_unused(config: Config) -> None:
 
 
 def _check_critic(config: Config) -> None:
-    """Check the figures of a critic, which only some algorithms train."""
+    """Check the options of a critic, which only some algorithms train."""
     require_positive(config, "critic.learning_rate", "critic.clip")
     require_not_negative(config, "critic.warmup_steps", "critic.steps_alone")
     for key, nothing in (("path", ""), ("steps_alone", 0)):
@@ -336,16 +239,16 @@ def _check_critic(config: Config) -> None:
 
 
 def _check_devices(config: Config, num_devices: int, num_processes: int) -> None:
-    """Check the plan of calls, what processes share of its slices, and that rows split evenly."""
+    """Check the plan of calls, the slices of each process, and that rows split evenly."""
     plan = plan_of(config, num_devices)
-    own = num_devices // num_processes
+    per_process = num_devices // num_processes
     for call, placed in plan.placements.items():
         ends = (placed.first, placed.first + placed.count)
-        within_one = ends[0] // own == placed.devices[-1] // own
+        within_one = ends[0] // per_process == placed.devices[-1] // per_process
         require(
-            within_one or not any(end % own for end in ends),
+            within_one or not any(end % per_process for end in ends),
             f"plan {config.plan!r} gives {call} devices {ends[0]} to {ends[1] - 1}, and a process"
-            f" has {own}: give it all devices of some processes, or devices of one.",
+            f" has {per_process}: give it all devices of some processes, or devices of one.",
         )
     if generation := plan.placements.get("generation"):
         slices = generation.slices
@@ -365,7 +268,7 @@ def _check_devices(config: Config, num_devices: int, num_processes: int) -> None
 
 
 def check_pipelined_training(config: Config) -> None:
-    """Raise ValueError where what is trained is a student, which no pipeline takes."""
+    """Raise ValueError if a trained model is a student, which cannot be pipelined."""
     require(
         derived.trains(config, "policy"),
         f"Pipelines train a policy, and algorithm {config.algorithm.name!r} trains none; leave"
@@ -374,7 +277,7 @@ def check_pipelined_training(config: Config) -> None:
 
 
 def check_batches(config: Config) -> None:
-    """Raise ValueError where samples do not split evenly, or are longer than a micro-batch."""
+    """Raise ValueError if samples do not split evenly, or are longer than a micro-batch."""
     samples = derived.samples(config)
     minibatches = config.training.minibatches
     require_even_split(
@@ -396,9 +299,9 @@ def check_batches(config: Config) -> None:
 
 
 def check_rows(config: Config, plan: Plan, name: str) -> None:
-    """Raise ValueError where rows of generation do not split evenly over its devices.
+    """Raise ValueError if rows of generation do not split evenly over its devices.
 
-    Packing deals those of all other calls. name: of the plan, '' where it is the config's mesh.
+    Packing distributes those of all other calls. name: of the plan, '' if it is the config's mesh.
     """
     placed = plan.placements.get("generation")
     if placed is None:

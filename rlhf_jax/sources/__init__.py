@@ -1,1 +1,1 @@
-"""Where the samples of a step come from: generated and rewarded, or given with the prompts."""
+"""Sources of the samples of a step: generated and rewarded, or given with the prompts."""

@@ -1,4 +1,4 @@
-"""Roll-outs one step ahead: samples for the next step are drawn while this one learns."""
+"""Roll-outs one step ahead: samples of the next step are generated during this step's training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhf_jax.generation.speculative.round import ModelPair
 from rlhf_jax.monitoring.parts import PhaseParts
 from rlhf_jax.monitoring.trace import Span, since
 from rlhf_jax.rewards.samples import Rewards
-from rlhf_jax.runtime.beside import WorkBeside
+from rlhf_jax.runtime.background import BackgroundTask
 from rlhf_jax.sources.drawn import Drawn
 from rlhf_jax.sources.roll_out import RollOut
 from rlhf_jax.sources.rollouts import Rollouts
@@ -25,23 +25,23 @@ RoundObserver = Callable[[RoundReport], None]
 
 @dataclasses.dataclass(frozen=True)
 class RolloutsAhead(Rollouts):
-    """Give samples from before the last update, and draw the next ones beside.
+    """Return samples from before the last update, and prefetch the next ones in the background.
 
-    Both are of the weights that a step begins with. The first step draws its own samples before,
-    and the last one draws none. Only the caller's thread observes.
+    Both use the weights that a step begins with. The first step draws its own samples first, and
+    the last one prefetches none. Only the caller's thread observes.
     """
 
     steps: int = 1  # of the run
 
     @contextlib.contextmanager
     def draw(self, state: RunState, observe: Observer) -> Iterator[Drawn]:
-        """Compute the rewards of samples that were drawn ahead, and draw others meanwhile."""
+        """Compute the rewards of prefetched samples, and prefetch others meanwhile."""
         began = time.perf_counter()
         models = self.models(state)
         spans: list[Span] = []
 
         def draw(host: HostState, report: RoundObserver) -> HostState:
-            host = self.draw_ahead(models, host, report)
+            host = self.prefetch(models, host, report)
             ahead = samples_ahead(host)
             spans.extend(since(ahead.spans, began - ahead.began))
             return host
@@ -51,31 +51,31 @@ class RolloutsAhead(Rollouts):
             observe("generation", None)
             host = draw(host, functools.partial(observe, "generation"))
         with contextlib.ExitStack() as stack:
-            beside = None
+            task = None
             if state.step + 1 < self.steps:
                 work = functools.partial(draw, host)
-                beside = stack.enter_context(WorkBeside(work, "generation"))
+                task = stack.enter_context(BackgroundTask(work, "generation"))
             drawn = self._rewarded(host, observe, began)
-            if beside is None:
+            if task is None:
                 yield drawn
             else:
-                drawn.check = beside.check
+                drawn.check = task.check
                 yield drawn
                 waits = time.perf_counter()
                 observe("waiting", None)
-                drawn.host = beside.result(functools.partial(observe, "waiting"))
+                drawn.host = task.result(functools.partial(observe, "waiting"))
                 drawn.metrics["lag/waited_seconds"] = time.perf_counter() - waits
         drawn.spans = spans + drawn.spans
 
-    def draw_ahead(self, models: ModelPair, host: HostState, report: RoundObserver) -> HostState:
+    def prefetch(self, models: ModelPair, host: HostState, report: RoundObserver) -> HostState:
         """Draw the samples of the next prompts, to be rewarded later; return the host with them.
 
-        models: as they are after the host's updates. `report` hears of each round.
+        models: after the updates of `host`. `report` receives each round.
         """
 
-        def observe(phase: str, told: RoundReport | PhaseParts | None) -> None:
-            if isinstance(told, RoundReport):
-                report(told)
+        def observe(phase: str, event: RoundReport | PhaseParts | None) -> None:
+            if isinstance(event, RoundReport):
+                report(event)
 
         work = RollOut(host, self.stream.prompts, self.settings, self._later, observe)
         rows, position = self.stream.batches.take(host.position)
@@ -89,7 +89,7 @@ class RolloutsAhead(Rollouts):
         return host.after_draw(position, dataclasses.replace(after, ahead=ahead))
 
     def _rewarded(self, host: HostState, observe: Observer, began: float) -> Drawn:
-        """Compute the rewards of samples that were drawn ahead, which the host then forgets."""
+        """Compute the rewards of prefetched samples, and drop these from the host state."""
         ahead = samples_ahead(host)
         work = RollOut(host, self.stream.prompts, self.settings, self._later, observe)
         rewarded = work.reward(ahead.samples, ahead.rows)
@@ -102,12 +102,12 @@ class RolloutsAhead(Rollouts):
 
     @property
     def _later(self) -> Rewards:
-        """Return the rewards, none of which are computed as samples finish."""
+        """Return the rewards without computing any as samples finish."""
         return dataclasses.replace(self.rewards, eager={})
 
 
 def samples_ahead(host: HostState) -> SamplesAhead:
-    """Return the samples that were drawn ahead, which there must be."""
+    """Return the prefetched samples, which must exist."""
     ahead = remembered(host).ahead
     assert ahead is not None, "Samples were drawn ahead."
     return ahead

@@ -1,4 +1,4 @@
-"""What a source of samples is, and what it gives a step to learn from."""
+"""The interface of a source of samples, and the samples of a step."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from rlhf_jax.state import HostState, Observer, RunState
 
 @dataclasses.dataclass
 class Drawn:
-    """Hold what a step learns from; a source may complete it when the step has learned."""
+    """Hold the samples of a step; a source may add facts once the step has learned."""
 
-    # of the host; generated samples have columns `rewards`, as they are learned from, and `ended`
+    # on the host; generated samples have columns `rewards`, as trained on, and `ended`
     batch: Sequences
-    # what the host remembers once all were drawn
+    # the host state after the draw
     host: HostState
     metrics: dict[str, float]
-    # one row a sample, for people to read
+    # one row per sample, for display
     table: list[dict[str, Any]]
     # by the clock of `time.perf_counter`
     began: float
-    # what the slices of all processes did, in seconds since then
+    # work of the slices of all processes, in seconds since then
     spans: list[Span] = dataclasses.field(default_factory=list)
-    # by sample id, what slices had time to score beside generation
+    # by sample id, scores that slices computed during generation
     scored: Mapping[int, Scored] = dataclasses.field(default_factory=dict)
-    # updates since the weights that drew samples ahead; None of others
+    # updates since the weights of prefetched samples; None otherwise
     behind: int | None = None
-    # raises what went wrong beside, before the models are used up
+    # raises background errors, before the models are donated
     check: Callable[[], None] | None = None
 
 
 class SampleSource(Protocol):
-    """Give each step its samples; hold no state beside that of `HostState`."""
+    """Provide the samples of each step, without state besides `HostState`."""
 
     def draw(self, state: RunState, observe: Observer) -> AbstractContextManager[Drawn]:
         """Draw the samples of the next step, which learns from them within the context."""
         ...
 
     def longest(self, host: HostState) -> Sequences:
-        """Return sequences as long as the next ones may be, with their columns of zeros."""
+        """Return sequences of the largest possible size, with columns of zeros."""
         ...

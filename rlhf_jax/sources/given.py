@@ -1,4 +1,4 @@
-"""Samples that the data give: demonstrations, or pairs of a chosen and a rejected one."""
+"""Samples from the data: demonstrations, or pairs of a chosen and a rejected one."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from rlhf_jax.state import HostState, Observer, RunState
 
 @dataclasses.dataclass(frozen=True)
 class GivenSamples:
-    """Give each step the samples of its rows; those of a row are a group."""
+    """Provide the samples given in the rows of each step; those of a row are a group."""
 
     stream: PromptStream
-    given: list[list[Given]]  # of each prompt its samples
+    given: list[list[Given]]  # the samples of each prompt
     max_length: int  # tokens of the longest prompt and sample
     tokenizer: Tokenizer
 
@@ -41,7 +41,7 @@ class GivenSamples:
         return contextlib.nullcontext(Drawn(batch, host, metrics, self._table(rows), began))
 
     def longest(self, host: HostState) -> Sequences:
-        """Return the samples of the next rows, which are known."""
+        """Return the samples of the next rows, whose sizes are known."""
         rows, _ = self.stream.batches.take(host.position)
         return self._sequences(rows)
 
@@ -49,7 +49,7 @@ class GivenSamples:
         return sequences_of(self.stream.prompts, self.given, rows, self.max_length)
 
     def _table(self, rows: np.ndarray) -> list[dict[str, str]]:
-        """Return one row a sample, for people to read."""
+        """Return one row per sample, for display."""
         texts = self.stream.prompts.texts
         return [
             {"prompt": texts[row], "response": self.tokenizer.decode(sample.tokens)}
@@ -61,9 +61,9 @@ class GivenSamples:
 def sequences_of(
     prompts: Prompts, given: list[list[Given]], rows: np.ndarray, max_length: int
 ) -> Sequences:
-    """Return the samples of some rows behind their prompts, those of a row as a group.
+    """Return the samples of some rows after their prompts, those of a row as a group.
 
-    Behind a row's one sample that is desirable or not stands that of the next row, of preference 0.
+    A row's one labelled sample is followed by that of the next row, with preference 0.
     """
     chosen = []
     for row, other in zip(rows, np.roll(rows, -1), strict=True):

@@ -1,4 +1,4 @@
-"""One roll-out: samples of some prompts, what they are worth, and what the slices did meanwhile."""
+"""One roll-out: samples of some prompts, their rewards, and the work of the slices."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from rlhf_jax.types import Model
 
 @dataclasses.dataclass(frozen=True)
 class RewardedSamples:
-    """Hold finished samples in the order they were asked for, and what they were worth."""
+    """Hold finished samples in request order, with their rewards."""
 
     samples: list[Sample]
     responses: list[Response]
     rewards: np.ndarray  # [B] float32, NaN where scoring failed and such samples are dropped
-    clipped: np.ndarray  # [B] float32, the rewards as they are learned from
+    clipped: np.ndarray  # [B] float32, the rewards as trained on
     ended: np.ndarray  # [B] bool: the response ends with a stop token, and was not cut off
     metrics: dict[str, float]
-    # when the rewards began to be computed and were there, by the clock of `time.perf_counter`
+    # start and end of the reward computation, by the clock of `time.perf_counter`
     rewarded: tuple[float, float]
 
     def take(self, rows: np.ndarray) -> RewardedSamples:
@@ -63,14 +63,14 @@ class RewardedSamples:
 
 @dataclasses.dataclass
 class RollOut:
-    """Hold what the roll-outs of a step share, and what they add up."""
+    """Hold the shared and accumulated data of a step's roll-outs."""
 
     host: HostState
     prompts: Prompts
     settings: GenerationSettings
     rewards: Rewards
     observe: Observer
-    # scores what is finished beside generation, on slices with nothing left to decode
+    # scores finished samples during generation, on slices with no samples left
     queue: ScoringQueue | None = None
 
     def __post_init__(self) -> None:
@@ -82,7 +82,7 @@ class RollOut:
         self.repeated_ids: set[int] = set()
         # by request id, the row of its prompt
         self.row_of: dict[int, int] = {}
-        # by sample id, what slices have scored beside generation
+        # by sample id, scores that slices computed during generation
         self.scored: dict[int, Scored] = {}
 
     def generate(
@@ -122,8 +122,8 @@ class RollOut:
         with timed("inference", self.metrics, self.observe):
             if self.queue and self.rewards.models:
                 self.scored = self._scored_by_all(self.queue)
-            asked = np.repeat(rows, settings.samples_per_prompt)
-            responses = responses_of(samples, self.prompts, asked, self.rewards.tokenizer)
+            prompt_rows = np.repeat(rows, settings.samples_per_prompt)
+            responses = responses_of(samples, self.prompts, prompt_rows, self.rewards.tokenizer)
             began = time.perf_counter()
             known = self._known_results(samples)
             rewards, metrics = compute_rewards(responses, self.rewards, known)
@@ -135,7 +135,7 @@ class RollOut:
     def close(
         self, samples: list[Sample], drafter: Model | None
     ) -> tuple[RolloutStats, list[Span], dict[str, float]]:
-        """End the stage: what all processes counted, what the selector learned, what slices did."""
+        """End the stage: gather the counts, selector and slice timelines of all processes."""
         settings = self.settings
         selector = self.selector
         record = self.record
@@ -166,7 +166,7 @@ class RollOut:
         self.observe("generation", report)
 
     def _enqueue(self, sample: Sample) -> None:
-        """Have a finished sample scored beside generation: by functions, and on an idle slice."""
+        """Queue a finished sample for scoring: by functions, and on an idle slice."""
         rewards = self.rewards
         response = None
         if rewards.eager or (self.queue and rewards.models):
@@ -179,9 +179,9 @@ class RollOut:
                 scorer.begin(sample.sample_id, response, sample.request.sample_ids)
 
     def _known_results(self, samples: Sequence[Sample]) -> list[dict[str, RewardResult]]:
-        """Return the results that each sample has already, by the reward's term.
+        """Return the results that are already known of each sample, by the reward's term.
 
-        They are of models that slices had time for, and of functions that began beside generation.
+        They come from models on idle slices, and from functions that began during generation.
         """
         known: dict[int, dict[str, RewardResult]] = {sample.sample_id: {} for sample in samples}
         for sample_id, scored in self.scored.items():
@@ -199,7 +199,7 @@ class RollOut:
         return [known[sample.sample_id] for sample in samples]
 
     def _scored_by_all(self, queue: ScoringQueue) -> dict[int, Scored]:
-        """Return what the slices of all processes have scored, by sample id."""
+        """Return the scores that the slices of all processes computed, by sample id."""
         parts = by_group(queue.scored(), {}, self.settings)
         return {sample: scored for part in parts for sample, scored in part.items()}
 
@@ -210,7 +210,7 @@ def assignment_policy_of(
     name: str,
     queue: ScoringQueue | None = None,
 ) -> AssignmentPolicy:
-    """Say where the samples of the stage of this name run, beside which slices may score."""
+    """Return the assignment policy of a stage, whose slices may score when idle."""
     assignment_policy = AssignmentPolicy(
         settings.plan_reallocation, lengths, settings.in_turn, name
     )

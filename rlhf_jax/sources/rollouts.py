@@ -1,4 +1,4 @@
-"""Roll-outs: samples of a step's prompts and their rewards, drawn again where all are alike."""
+"""Roll-outs: samples of a step's prompts with rewards; prompts with equal rewards are replaced."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from rlhf_jax.types import Model, Models
 
 @dataclasses.dataclass(frozen=True)
 class Rollouts:
-    """Draw samples of prompts by the policy as it is, and compute their rewards.
+    """Draw samples from the current policy, and compute their rewards.
 
-    With `resample`, prompts whose samples all have one reward are set aside and others drawn, up to
-    that many more roll-outs; those set aside fill what is still missing (dynamic sampling: DAPO, Yu
-    et al. 2025, 3.2). Sample ids count on from step to step, whatever changes between, so that a
-    run uses no noise twice unless it is asked to repeat some.
+    With `resample`, prompts whose samples all have one reward are set aside and replaced, in up to
+    that many more roll-outs; those set aside fill any remaining gap (dynamic sampling: DAPO, Yu et
+    al. 2025, 3.2). Sample ids count on from step to step, whatever changes between, so that a run
+    uses no noise twice unless it is configured to repeat some.
     """
 
     stream: PromptStream
     settings: GenerationSettings
     rewards: Rewards
-    scoring: ScoringSettings  # by which slices with nothing left to decode score, too
-    frozen: Mapping[str, Model]  # by role, the models that are not trained
+    scoring: ScoringSettings  # for slices with no samples left to decode, too
+    frozen: Mapping[str, Model]  # by role, the frozen models
     reward_lanes: tuple[int, ...] = ()  # of the timeline, where reward models work
 
     def draw(self, state: RunState, observe: Observer) -> AbstractContextManager[Drawn]:
-        """Roll out as many prompts as a step has, more than once where they have no signal.
+        """Roll out as many prompts as a step has, again for those without a signal.
 
-        All is drawn when the context begins, and generation's weights are gone.
+        When the context begins, all samples are drawn and generation's weights are freed.
         """
         host = state.host
         before = remembered(host)
@@ -68,7 +68,7 @@ class Rollouts:
             differ = groups_with_signal(whole.clipped, group)
             if differ.sum() >= settings.prompts_per_step:
                 break
-        # prompts whose rewards differ, in order; where they are too few the first others fill up
+        # prompts whose rewards differ, in order; the first others fill up if they are too few
         chosen = np.sort(
             np.argsort(np.logical_not(differ), kind="stable")[: settings.prompts_per_step]
         )
@@ -86,7 +86,7 @@ class Rollouts:
         return contextlib.nullcontext(dataclasses.replace(drawn, scored=work.scored))
 
     def longest(self, host: HostState) -> Sequences:
-        """Return samples of the next prompts that are as long as may be."""
+        """Return samples of the next prompts with the largest possible size."""
         settings = self.settings
         rows, _ = self.stream.batches.take(host.position)
         top_k = settings.decoding.sampling.top_k
@@ -98,17 +98,17 @@ class Rollouts:
                 [],
                 tokens=[0] * tokens,
                 logprobs=[0.0] * tokens,
-                support=[np.zeros(top_k, np.int32)] * tokens if top_k else [],
+                top_k_ids=[np.zeros(top_k, np.int32)] * tokens if top_k else [],
             )
             for row in np.repeat(rows, settings.samples_per_prompt)
         ]
         return as_sequences(samples, settings.decoding.max_length).with_columns(
             rewards=np.zeros(len(samples), np.float32),
-            ended=np.ones(len(samples), bool),  # else none may be trained on (drop_overlong)
+            ended=np.ones(len(samples), bool),  # otherwise none may be trained on (drop_overlong)
         )
 
     def models(self, state: RunState) -> ModelPair:
-        """Return policy and drafter as generation has them."""
+        """Return policy and drafter in generation's layout."""
         return decoding_models(state.models, self.frozen, self.settings.layout)
 
     def drawn(
@@ -119,7 +119,7 @@ class Rollouts:
         began: float,
         spans: list[Span],
     ) -> Drawn:
-        """Return rewarded samples as a step reads them."""
+        """Return rewarded samples in the form that a step reads."""
         batch = as_sequences(rewarded.samples, self.settings.decoding.max_length)
         count = len(rewarded.samples)
         of_rewards = [
@@ -136,7 +136,7 @@ class Rollouts:
         )
 
     def measured(self, drawn: RewardedSamples, attempts: int) -> dict[str, float]:
-        """Measure all that was drawn for a step, and what it was worth."""
+        """Return metrics of all samples drawn for a step, and of their rewards."""
         unfinished = float(1 - drawn.ended.mean())
         metrics = drawn.metrics | {
             "generation/attempts": attempts,
@@ -152,9 +152,9 @@ class Rollouts:
         }
 
     def _queue(self, policy: Model, models: Models) -> ScoringQueue | None:
-        """Make the queue of what slices score beside generation; None where none does.
+        """Make the queue of samples to score during generation; None if not enabled.
 
-        policy: as generation has it.
+        policy: in generation's layout.
         """
         if not self.settings.scoring_seconds:
             return None

@@ -1,1 +1,1 @@
-"""Train the policy, its critic and its student: advantages, losses, and updates."""
+"""Train the policy, its critic and its student: advantages, gradients, and updates."""

@@ -1,9 +1,8 @@
-"""A student: a draft model of a few of the policy's layers, trained to draw what the policy draws.
+"""A student: a draft model of a few of the policy's layers, trained to draw the policy's tokens.
 
-Its own are the layers and the final norm. Embedding and head are those of the policy that
-generates, and cost no memory. It learns by forward KL on the policy's own text (Hinton et al. 2015;
-for drafting: Zhou et al. 2024, DistillSpec), so it may be made before a run, and kept current
-within one.
+It owns its layers and final norm. Embedding and head are those of the policy that generates, and
+cost no memory. It learns by forward KL on the policy's own text (Hinton et al. 2015; for drafting:
+Zhou et al. 2024, DistillSpec), so it may be made before a run, and updated during one.
 """
 
 from __future__ import annotations
@@ -41,19 +40,19 @@ from rlhf_jax.types import Array, Model, ModelConfig, Models, Trained
 
 @dataclasses.dataclass(frozen=True)
 class Distillation:
-    """Say how a student is trained after each step."""
+    """Hold the settings of a student's training after each step."""
 
     learner: Learner  # its settings have epochs, minibatches, rows, temperature, dtype
     samples: int  # of a step that the student learns from
-    frozen: Model | None = None  # the student as it began, to compare with
-    alone: bool = False  # nothing else is trained
+    frozen: Model | None = None  # the initial student, to compare with
+    alone: bool = False  # whether nothing else is trained
 
 
 class DistillationLoss:
     """Compute the divergence of the policy from a student: a loss of tokens by hidden states.
 
     It is differentiated by the student's hidden states a block of tokens at a time, while its
-    logits are there: they are made once and [S, W, V] never exists.
+    logits exist: they are made once and [S, W, V] never exists.
     """
 
     reads = ("noise_keys", "positions", "hidden")
@@ -62,7 +61,7 @@ class DistillationLoss:
     def __call__(
         self, model: Model, hidden: jax.Array, batch: PackedSequences, settings: TrainingSettings
     ) -> Share:
-        """Compute the share from the student's states [S, W, M]; of the model the head is read."""
+        """Compute the share from the student's states [S, W, M]; only the model's head is read."""
         columns = batch.columns
         chex.assert_rank(
             [columns["noise_keys"], columns["positions"], columns["hidden"]], [3, 2, 3]
@@ -97,7 +96,7 @@ DISTILLATION = DistillationLoss()
 
 
 def student_config(policy: ModelConfig, layers: int) -> ModelConfig:
-    """Return the shape of a student of so many layers."""
+    """Return the shape of a student with `layers` layers."""
     return dataclasses.replace(policy, num_layers=layers)
 
 
@@ -105,7 +104,7 @@ def student_of(model: Model, layers: int) -> Model:
     """Return a student: copies of `layers` of the model's layers, and of its final norm.
 
     The layers are evenly chosen, first and last included. There is no embedding and no head.
-    ValueError where the model has fewer layers.
+    ValueError if the model has fewer layers.
     """
     depth = model.config.num_layers
     if not 1 <= layers <= depth:
@@ -113,10 +112,14 @@ def student_of(model: Model, layers: int) -> Model:
             f"A student of {layers} layers cannot be made of {depth}; choose 1 to {depth}."
         )
     chosen = np.linspace(0, depth - 1, layers).round().astype(np.int32)
-    own = jax.tree.map(lambda leaf: leaf[chosen], stack(model).layers)
+    layers_taken = jax.tree.map(lambda leaf: leaf[chosen], stack(model).layers)
     config = student_config(model.config, layers)
     return Model(
-        embed=typed(Array, None), layers=own, norm=jnp.copy(model.norm), head=None, config=config
+        embed=typed(Array, None),
+        layers=layers_taken,
+        norm=jnp.copy(model.norm),
+        head=None,
+        config=config,
     )
 
 
@@ -128,17 +131,17 @@ def distill(
     step: int,
     observe: Callable[[], None] = lambda: None,
 ) -> tuple[Trained, dict[str, float]]:
-    """Train a student by the policy as it is now, on `samples` of the sequences of host arrays.
+    """Train a student by the current policy, on `samples` of the sequences of host arrays.
 
     The policy reads each once; the student then learns `epochs` times from `minibatches` of them,
-    in an order by the seed and `step`. The student is used up; its version counts calls. `observe`
+    in an order by the seed and `step`. The student is donated; its version counts calls. `observe`
     is called before each optimizer step.
 
-    `drafter/loss`, in nats a token, and `drafter/acceptance` are of the first epoch, before each
+    `drafter/loss`, in nats per token, and `drafter/acceptance` are of the first epoch, before each
     minibatch is learned from. The latter is the share of the tokens that the student draws too with
     the same noise: of drafts that replayable acceptance would take after a known text.
-    `drafter/acceptance_frozen` is the share of the student as it began, on the same rows. Where one
-    is not finite the step was not taken: `drafter/not_finite` is all there is.
+    `drafter/acceptance_frozen` is the share of the initial student, on the same rows. If one is not
+    finite the step was not taken, and `drafter/not_finite` is the only metric.
     """
     learner = distillation.learner
     settings = learner.settings
@@ -191,9 +194,9 @@ def keep_current(
     step: int,
     observe: Callable[[], None],
 ) -> tuple[Models, dict[str, float]]:
-    """Let the student learn from the policy as it is now, after so many updates of it.
+    """Train the student by the current policy, after a number of its updates.
 
-    ValueError where one that is trained alone has a loss that is not finite.
+    ValueError if one that is trained alone has a loss that is not finite.
     """
     start = time.perf_counter()
     observe()
@@ -208,7 +211,7 @@ def keep_current(
 
 
 def drafter_age(models: Models, step: int, distilled_at: int) -> dict[str, float]:
-    """Count a student's updates, the policy's when the drafter last learned, and those since."""
+    """Count a student's updates, the policy's at the drafter's last training, and those since."""
     version = int(to_host.fetch(models["drafter"].version)) if "drafter" in models else 0
     return {
         "drafter/version": version,
@@ -247,14 +250,14 @@ def with_hidden_states(
 def share_drawn_alike(
     student: Model, policy: Model, batch: PackedSequences, *, settings: TrainingSettings
 ) -> jax.Array:
-    """Compute the share of a minibatch's tokens that lie in this batch and are drawn alike.
+    """Compute the share of a minibatch's tokens that are in this batch and drawn alike.
 
     [] float32. The student draws each with the policy's noise, after the known text. Of the policy,
     embedding and head are read.
     """
     ends = cast(policy, settings.layout.dtype)
-    own = completed(cast(student, settings.layout.dtype), ends)
-    hidden = read_packed(own, batch, settings.layout, settings.remat)
+    whole = completed(cast(student, settings.layout.dtype), ends)
+    hidden = read_packed(whole, batch, settings.layout, settings.remat)
 
     def measure(head: Model, states: Array, *drawn: Array) -> jax.Array:
         scores = logits(head, states) / settings.temperature
@@ -266,7 +269,7 @@ def share_drawn_alike(
 
 
 def _drawn(batch: PackedSequences) -> tuple[Array, Array, Array, Array]:
-    """Return what `_drawn_alike` reads of the predicted tokens: [S, W, 2] and three of [S, W]."""
+    """Return the inputs of `_drawn_alike` at predicted tokens: [S, W, 2] and three of [S, W]."""
     columns = batch.columns
     return columns["noise_keys"], columns["positions"], batch.targets, batch.mask
 

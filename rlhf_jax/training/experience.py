@@ -1,4 +1,4 @@
-"""Experience: the rewards of whole samples become advantages of their tokens."""
+"""Turn rewards of whole samples into advantages of their tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhf_jax.types import Array
 
 @dataclasses.dataclass(frozen=True)
 class AdvantageConfig:
-    """Say how rewards become advantages; static, so a change of it compiles anew."""
+    """Hold the settings of advantages; static, so a change recompiles."""
 
     estimator: str  # a name of `ESTIMATORS`
     estimation: EstimatorConfig
@@ -37,16 +37,16 @@ def compute_advantages(
     kl_coefficient: Array,
     config: AdvantageConfig,
 ) -> tuple[Array, Array, Array | None, jax.Array | None]:
-    """Return (mask of what is trained on, advantages, returns or None, KL of a response or None).
+    """Return (training mask, advantages, returns or None, KL of a response or None).
 
     rewards [B] float32, finished [B] bool (the response has an end), mask [B, T] bool (its tokens),
     the rest [B, T] float32, kl_coefficient [] float32. The first three results are [B, T]. In
-    order: whitening, the KL penalty token by token, the estimator. A sample whose reward is NaN, as
-    scoring failed, is not trained on, nor are the samples of a group that has fewer than two
-    rewards to compare. The KL to the reference is [] float32, in nats: the mean over the samples
-    that are trained on of the sum over tokens of k1, which an adaptive coefficient steers; there is
-    none without log-probs, which only a KL in the reward needs. Without the reference's it is 0,
-    and NaN where no sample is trained on.
+    order: whitening, the KL penalty token by token, the estimator. A sample with a NaN reward
+    (scoring failed) is not trained on, nor are the samples of a group with fewer than two rewards
+    to compare. The KL to the reference is [] float32, in nats: the mean over the trained samples of
+    the sum over tokens of k1, which an adaptive coefficient steers; it is None without log-probs,
+    which only a KL in the reward needs. Without the reference's it is 0, and NaN if no sample is
+    trained on.
     """
     chex.assert_rank([rewards, finished, mask], [1, 1, 2])
     rewarded = ~jnp.isnan(rewards)

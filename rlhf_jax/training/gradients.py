@@ -1,4 +1,4 @@
-"""Gradients of what is trained: of one micro-batch, and summed over those of a minibatch."""
+"""Gradients of trained models: of one micro-batch, and summed over those of a minibatch."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from rlhf_jax.types import Model
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
-    """Say how the model of a role is trained: by which loss and optimizer, where, and when."""
+    """Hold how the model of a role is trained: loss, optimizer, layout, and first update."""
 
     role: str
     loss: Loss
     optimizer: optax.GradientTransformation
-    settings: TrainingSettings  # its own: the layout is where the model lies
-    first_update: int = 0  # the updates before it leave the model as it is
+    settings: TrainingSettings  # its own: the layout is the model's
+    first_update: int = 0  # earlier updates leave the model unchanged
     # the optimizer's, for its metric; None: there is none
     learning_rate: optax.ScalarOrSchedule | None = None
 
     @property
     def call(self) -> str:
-        """Return the call of a plan in which it is trained."""
+        """Return the call of a plan that trains it."""
         return f"{self.role}_training"
 
     @property
     def norm_metric(self) -> str:
-        """Return what its gradient's norm is called."""
+        """Return the name of the metric of its gradient's norm."""
         return "gradient/norm" if self.role == "policy" else f"{self.role}/gradient_norm"
 
 
@@ -59,9 +59,9 @@ class Gradient:
 
 @functools.partial(jax.jit, static_argnames=("names", "layout"))
 def no_gradient(model: Model, names: tuple[str, ...], layout: Layout) -> Gradient:
-    """Return the sum of no gradients, to which `accumulate` adds, with metrics of these names.
+    """Return a zero sum of gradients for `accumulate`, with metrics of these names.
 
-    A sum that begins with it needs one program, and not another for the first micro-batch.
+    Beginning with it needs one program, without another for the first micro-batch.
     """
     weights = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), model)
     least = {name: -jnp.inf if is_maximum(name) else 0.0 for name in names}
@@ -82,8 +82,8 @@ def accumulate(
     """Return `total` plus the gradient of one micro-batch, both float32, and the metrics so far.
 
     `total` is overwritten; it may be None before the first micro-batch. The gradient is taken in
-    the compute dtype, so that what exists beside the sum is no larger than that. ends: the model
-    whose embedding and head a student reads; they are not learned.
+    the compute dtype, which bounds the memory besides the sum. ends: the model whose embedding and
+    head a student reads; they are not learned.
     """
     borrowed = None if ends is None else cast(ends, settings.layout.dtype)
 
@@ -100,7 +100,7 @@ def accumulate(
 def measure_loss(
     model: Model, batch: PackedSequences, *, loss: Loss, settings: TrainingSettings
 ) -> Metrics:
-    """Return the metrics of one micro-batch, of which no gradient is taken."""
+    """Return the metrics of one micro-batch, without a gradient."""
     model = cast(model, settings.layout.dtype)
     return loss(model, read_packed(model, batch, settings.layout), batch, settings)[1]
 
@@ -108,8 +108,8 @@ def measure_loss(
 def add_gradient(
     total: Gradient | None, weights: Model, metrics: Metrics, settings: TrainingSettings
 ) -> Gradient:
-    """Return `total`, or nothing yet, plus one micro-batch's gradient, inside a jitted function."""
-    # Pinned, or XLA keeps the whole sum on every device.
+    """Return `total`, if any, plus one micro-batch's gradient, inside a jitted function."""
+    # Constrained, or XLA keeps the whole sum on every device.
     weights = pin_weights(cast(weights, jnp.float32), settings.layout)
     if total is None:
         return Gradient(weights, metrics)
@@ -130,7 +130,7 @@ def sum_gradients(
 ) -> Gradient:
     """Return the gradient of a minibatch, of at least one micro-batch, of the host or placed.
 
-    Each micro-batch is placed when the one before it is summed, and noted in `progress` as one of
+    Each micro-batch is placed when the previous one is summed, and recorded in `progress` as one of
     the learner's call.
     """
     total = None
@@ -145,8 +145,8 @@ def sum_gradients(
             names = tuple(first.metrics)
             total = execute(no_gradient, model, names=names, layout=settings.layout)
         total = execute(accumulate, total, model, placed, ends, **how)
-        if progress is not None:  # a copy, for the sum itself is used up by the next
-            told = jnp.copy(next(iter(total.metrics.values())))
-            progress.hand(learner.call, began, told, batch)
+        if progress is not None:  # a copy, for the next call donates the sum itself
+            metric = jnp.copy(next(iter(total.metrics.values())))
+            progress.hand(learner.call, began, metric, batch)
     assert total is not None
     return total

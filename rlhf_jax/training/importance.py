@@ -1,4 +1,4 @@
-"""Weights of tokens that older weights drew: how much likelier the policy finds them now."""
+"""Truncated importance sampling: weights of tokens sampled by older weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rlhf_jax.losses.kl import bounded
 from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.types import Array
 
-__all__ = ["importance_weights", "weigh_advantages"]
+__all__ = ["importance_weights", "truncated_importance_sampling"]
 
 
 def importance_weights(logprobs: Array, sampled: Array, mask: Array, clip: float) -> np.ndarray:
@@ -21,11 +21,13 @@ def importance_weights(logprobs: Array, sampled: Array, mask: Array, clip: float
     return np.minimum(np.exp(bounded(log_ratio)), clip).astype(np.float32)
 
 
-def weigh_advantages(batch: Sequences, clip: float) -> tuple[Sequences, dict[str, float]]:
-    """Weigh the advantages of host arrays by `importance_weights`, and measure these.
+def truncated_importance_sampling(
+    batch: Sequences, clip: float
+) -> tuple[Sequences, dict[str, float]]:
+    """Multiply the advantages of host arrays by `importance_weights`; return metrics of these.
 
-    `lag/kl` estimates KL(sampler || policy now), in nats a token, by mean(r - 1 - log r); of the
-    weights there are the mean, and the share that was truncated. Log-probs must have been scored.
+    `lag/kl` estimates KL(sampler || policy now), in nats per token, by mean(r - 1 - log r); the
+    others are the mean weight, and the share of truncated ones. Log-probs must have been scored.
     """
     mask = batch.mask
     sampled = batch.columns["sampled_logprobs"]

@@ -1,7 +1,7 @@
 """Losses of three kinds: of tokens, of groups of sequences, and of values.
 
 Each is called with a model, the hidden states before the predicted tokens of a packed micro-batch
-and its columns, and gives the micro-batch's share of its minibatch's loss, and metrics.
+and its columns, and returns the micro-batch's share of its minibatch's loss, and metrics.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from rlhf_jax.sequences.columns import declaration
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import Array, Model
 
-# By name, [] float32: shares of the minibatch's, which add up, or maxima (`is_maximum`).
+# By name, [] float32: shares of the minibatch's, which are summed, or maxima (`is_maximum`).
 Metrics = dict[str, jax.Array]
 Share = tuple[jax.Array, Metrics]
 
 
 class Loss(Protocol):
-    """Describe a loss: what it reads, and its share of a minibatch's."""
+    """Describe a loss: its columns, and its share of a minibatch's."""
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Return the columns that it reads, of those that are there."""
+        """Return its columns, of those that exist."""
         ...
 
     @property
     def whole_groups(self) -> bool:
-        """Tell whether it compares sequences, so that those of a group must be together."""
+        """Return whether it compares sequences, so that those of a group must be together."""
         ...
 
     def __call__(
@@ -48,15 +48,15 @@ class Loss(Protocol):
 
 
 class TokenTerms(NamedTuple):
-    """Hold what a loss of tokens or values may read; all are [S, W], and 0 where masked out."""
+    """Hold the inputs of a loss of tokens or values; all are [S, W], and 0 where masked out."""
 
-    scores: jax.Array  # log-probabilities in nats, or values; the gradient goes through these
-    entropy: jax.Array | None  # in nats, where the settings ask for it
+    scores: jax.Array  # log-probabilities in nats, or values; with gradient
+    entropy: jax.Array | None  # in nats, if the settings require it
     batch: PackedSequences
     settings: TrainingSettings
 
     def column(self, name: str) -> Array | None:
-        """Return a column of tokens, 0 where masked out; None where there is none."""
+        """Return a column of tokens, 0 where masked out; None if there is none."""
         return _column(self.batch, name)
 
     def mean(self, x: Array) -> jax.Array:
@@ -86,7 +86,7 @@ class TokenLoss:
     def terms(
         self, model: Model, hidden: jax.Array, batch: PackedSequences, settings: TrainingSettings
     ) -> TokenTerms:
-        """Compute what the function reads."""
+        """Compute the inputs of the function."""
         return token_terms(model, hidden, batch, settings)
 
 
@@ -96,19 +96,19 @@ class ValueLoss(TokenLoss):
     def terms(
         self, model: Model, hidden: jax.Array, batch: PackedSequences, settings: TrainingSettings
     ) -> TokenTerms:
-        """Compute the values of a scalar head, which the function reads."""
+        """Compute the values of a scalar head for the function."""
         return TokenTerms(head_values(model, hidden, batch.mask), None, batch, settings)
 
 
 class GroupTerms(NamedTuple):
-    """Hold what a loss of groups may read: numbers of tokens [S, W], of sequences [S, R]."""
+    """Hold the inputs of a loss of groups: numbers of tokens [S, W], of sequences [S, R]."""
 
     scores: jax.Array  # [S, W], log-probabilities in nats, or values of a scalar head
     batch: PackedSequences
     settings: TrainingSettings
 
     def column(self, name: str) -> Array | None:
-        """Return a column of tokens or sequences, 0 where there are none; None without one."""
+        """Return a column of tokens or sequences, 0 where absent; None without one."""
         return _column(self.batch, name)
 
     def per_sequence(self, x: Array) -> jax.Array:
@@ -123,13 +123,13 @@ class GroupTerms(NamedTuple):
         return self.per_sequence(jnp.where(here != after, x, 0.0))
 
     def per_group(self, x: Array) -> jax.Array:
-        """Sum numbers of sequences [S, R] over each group of its line: [S, R], 0 behind these."""
+        """Sum numbers of sequences [S, R] over each group of its line: [S, R], 0 after these."""
         groups = jnp.asarray(self.batch.groups)
         return _sum_by(jnp.where(groups >= 0, x, 0.0), jnp.maximum(groups, 0), x.shape[1])
 
     @property
     def present(self) -> jax.Array:
-        """Return which groups there are: [S, R] bool."""
+        """Return which groups exist: [S, R] bool."""
         return self.per_group(jnp.ones(self.batch.groups.shape, jnp.float32)) > 0
 
     def mean(self, x: Array) -> jax.Array:
@@ -161,13 +161,13 @@ class GroupLoss:
 def token_terms(
     model: Model, hidden: jax.Array, batch: PackedSequences, settings: TrainingSettings
 ) -> TokenTerms:
-    """Compute the log-probabilities of the predicted tokens, and entropies where asked for."""
+    """Compute the log-probabilities of the predicted tokens, and entropies if required."""
     logprobs, entropy = head_logprobs(
         model,
         hidden,
         batch.targets,
         batch.mask,
-        support=batch.columns.get("top_k_ids"),
+        top_k_ids=batch.columns.get("top_k_ids"),
         temperature=settings.temperature,
         entropy=settings.entropy_coefficient != 0,
         chunk=settings.chunk,
@@ -178,15 +178,15 @@ def token_terms(
 
 
 def _column(batch: PackedSequences, name: str) -> Array | None:
-    """Return a column, 0 where tokens are masked out; None where there is none."""
-    found = batch.columns.get(name)
-    if found is None or declaration(name).per != "token":
-        return found
-    return jnp.where(batch.mask, found, 0)
+    """Return a column, 0 where tokens are masked out; None if there is none."""
+    column = batch.columns.get(name)
+    if column is None or declaration(name).per != "token":
+        return column
+    return jnp.where(batch.mask, column, 0)
 
 
 def is_maximum(name: str) -> bool:
-    """Tell whether a metric of this name is a maximum over tokens; others are sums of shares."""
+    """Return whether a metric of this name is a maximum over tokens; others are sums of shares."""
     return name.endswith("/max")
 
 

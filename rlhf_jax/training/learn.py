@@ -1,4 +1,4 @@
-"""One update of what a run trains: epochs of minibatches, cut into micro-batches."""
+"""One update of a run's trained models: epochs of minibatches, cut into micro-batches."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from rlhf_jax.training.schedules import FusedSchedule, schedule_of
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import Model, Models, Trained
 
-Learners = Mapping[str, Learner]  # by role, in the order in which gradients are taken
+Learners = Mapping[str, Learner]  # by role, in the order of their gradients
 
 
 class NonFiniteStep(ValueError):
-    """Report that minibatches had numbers that are not finite, more in a row than may be skipped.
+    """Report more consecutive minibatches with non-finite numbers than may be skipped.
 
-    `batch` was to be learned from. `models` are finite: they lack the steps of the minibatches that
-    went wrong.
+    `batch` was to be learned from. `models` are finite: they lack the steps of the failed
+    minibatches.
     """
 
     def __init__(self, message: str, batch: Sequences, models: Models):
@@ -56,11 +56,11 @@ def trained(
     layout: Layout = ONE_DEVICE,
     part: Callable[[Model], Model] | None = None,
 ) -> Trained:
-    """Return a model as it is trained, in float32 with stacked layers, where the layout says.
+    """Return a model prepared for training: float32, stacked layers, in the layout.
 
-    The given model is used up: a caller that goes on with the same weights, as a reference say,
-    passes a copy. With `part`, which makes a model of it, it is not. Without an optimizer a model
-    stays as it is. Of shapes it is shapes.
+    The given model is donated: a caller that continues to use the same weights, such as a
+    reference, passes a copy. With `part`, which makes a model of it, it is not. Without an
+    optimizer a model is frozen. Shapes give shapes.
     """
 
     def make(model: Model) -> Trained:
@@ -70,7 +70,7 @@ def trained(
 
     shapes = jax.eval_shape(make, model)
     places = None if layout.mesh is None else model_shardings(shapes, layout)
-    # All processes read the version, those without the model, too: it lies on more devices.
+    # All processes read the version, even those without the model, so it is on more devices.
     everywhere = None if places is None else for_all_to_read(layout)
     if isinstance(model.norm, jax.ShapeDtypeStruct):
         if places is None:
@@ -78,22 +78,24 @@ def trained(
         places = dataclasses.replace(places, version=everywhere)
         return jax.tree.map(lambda shape, place: shape.update(sharding=place), shapes, places)
     donated = () if part else (0,)
-    found = jax.jit(make, donate_argnums=donated, out_shardings=places)(model)
+    model_trained = jax.jit(make, donate_argnums=donated, out_shardings=places)(model)
     if everywhere is None:
-        return found
-    return dataclasses.replace(found, version=place_parts(np.zeros((), np.int32), everywhere))
+        return model_trained
+    return dataclasses.replace(
+        model_trained, version=place_parts(np.zeros((), np.int32), everywhere)
+    )
 
 
 class Minibatch(NamedTuple):
-    """Hold what one optimizer step of each learner is taken on."""
+    """Hold the data of one optimizer step of each learner."""
 
     learners: list[Learner]
     models: list[Model]
     batches: list[list[PackedSequences]]  # the micro-batches of each, of the host
-    padding: tuple[float, float]  # the shares of the first one's tokens and FLOPs that are padding
+    padding: tuple[float, float]  # the padding shares of the first one's tokens and FLOPs
 
     def schedule(self, times: Mapping[str, StageTimes]) -> FusedSchedule | None:
-        """Return the schedule of learners that are pipelines; None of others, which take turns."""
+        """Return the schedule of pipelined learners; None for others, which take turns."""
         if self.learners[0].settings.layout.role != "pipelined":
             return None
         return schedule_of(self.learners, self.models, self.batches, times)
@@ -104,10 +106,10 @@ class Minibatch(NamedTuple):
         progress: PhaseParts | None = None,
         execute: Execute = run_now,
     ) -> Iterator[Gradient]:
-        """Yield the gradient of each learner, once it is asked for.
+        """Yield the gradient of each learner, computed on request.
 
-        So activations of two models never coexist. fused: of learners that are pipelines, which run
-        at once: all gradients are computed when the first is asked for.
+        So activations of two models never coexist. fused: the schedule of pipelined learners, which
+        run at once: all gradients are computed with the first.
         """
         given = (self.learners, self.models, self.batches)
         if fused is not None:
@@ -129,17 +131,17 @@ def learn(
 ) -> tuple[Models, dict[str, float]]:
     """Train on one batch of sequences: `epochs` times `minibatches` optimizer steps.
 
-    The given models are used up. A minibatch's loss is a weighted sum, so the result does not
+    The given models are donated. A minibatch's loss is a weighted sum, so the result does not
     depend on `microbatch_rows`. Gradients of the learners are taken one after the other, or by
-    pipelines at once where their layouts are pipelined. `observe` is called before each minibatch,
-    with its micro-batches. `step` counts updates and, with the seed, orders the
-    rows; a learner whose `first_update` is later leaves its model as it is.
+    concurrent pipelines if their layouts are pipelined. `observe` is called before each minibatch,
+    with its micro-batches. `step` counts updates and, with the seed, orders the rows; a learner
+    whose `first_update` is later leaves its model unchanged.
 
-    A minibatch of which a number is not finite, any model's, is skipped: none takes a step.
-    NonFiniteStep where more than `max_skipped` come in a row, of which `skipped` came before this
+    A minibatch with a non-finite number, of any model, is skipped: no model takes a step.
+    NonFiniteStep if more than `max_skipped` come in a row, of which `skipped` came before this
     update. The metrics, means over the other minibatches (maxima for `.../max`), are read from the
     device once, at the end; with `target_kl`, one of them after each minibatch. `stage_times` is
-    what `measure_update` found, of pipelines.
+    the result of `measure_update`, of pipelines.
     """
     batch = batch.on_host()
     present = {role: one for role, one in learners.items() if step >= one.first_update}
@@ -174,9 +176,9 @@ def learn(
 
 
 def measure(models: Models, batch: Sequences, learners: Learners) -> dict[str, float]:
-    """Return the metrics of the losses over all of a batch, as of one minibatch; nothing learns."""
+    """Return the metrics of the losses over a whole batch, without training."""
     minibatch = _minibatch(models, batch.on_host(), learners)
-    found: dict[str, float] = {}
+    totals: dict[str, float] = {}
     for learner, model, own in zip(*minibatch[:3], strict=True):
         layout = learner.settings.layout.unpipelined
         settings = dataclasses.replace(learner.settings, layout=layout)
@@ -187,12 +189,12 @@ def measure(models: Models, batch: Sequences, learners: Learners) -> dict[str, f
             )
             for name, value in metrics.items():
                 join = max if is_maximum(name) else operator.add
-                found[name] = join(found[name], float(value)) if name in found else float(value)
-    return found
+                totals[name] = join(totals[name], float(value)) if name in totals else float(value)
+    return totals
 
 
 def compile_update(models: Models, batch: Sequences, learners: Learners, step: int) -> None:
-    """Compile what the first minibatch of `learn` runs, if any trains, and run nothing."""
+    """Compile the programs of `learn` for the first minibatch, if any trains, without running."""
     minibatch = _first_minibatch(models, batch, learners, step)
     if minibatch is not None:
         _take_steps(models, minibatch, minibatch.schedule({}), execute=compile_only)
@@ -201,26 +203,26 @@ def compile_update(models: Models, batch: Sequences, learners: Learners, step: i
 def measure_update(
     models: Models, batch: Sequences, learners: Learners, step: int
 ) -> dict[str, StageTimes]:
-    """Return by call what stages of pipelines take, of the first micro-batch of some sequences.
+    """Return by call the times of pipeline stages, for the first micro-batch of some sequences.
 
-    Where nothing is pipelined there is nothing to measure. No gradient is kept.
+    Without pipelines there is nothing to measure. No gradient is kept.
     """
     if _settings(learners).layout.role != "pipelined":
         return {}
-    found = _first_minibatch(models, batch, learners, step)
-    if found is None:
+    minibatch = _first_minibatch(models, batch, learners, step)
+    if minibatch is None:
         return {}
-    given = zip(found.learners, found.models, found.batches, strict=True)
+    given = zip(minibatch.learners, minibatch.models, minibatch.batches, strict=True)
     return {learner.call: measure_stages(learner, model, own[0]) for learner, model, own in given}
 
 
 def _settings(learners: Learners) -> TrainingSettings:
-    """Return the settings of the first learner: epochs, minibatches and order are all learners'."""
+    """Return the settings of the first learner; epochs, minibatches and order are common."""
     return next(iter(learners.values())).settings
 
 
 def _check_old(batch: Sequences, learners: Iterable[Learner]) -> None:
-    """Raise ValueError where a later minibatch would lack the log-probs from before the update."""
+    """Raise ValueError if a later minibatch would lack the log-probs from before the update."""
     for learner in learners:
         steps = learner.settings.epochs * learner.settings.minibatches
         if steps > 1 and "logprobs" in learner.loss.reads and "logprobs" not in batch.columns:
@@ -249,7 +251,7 @@ def _rows_of_minibatches(
 def _first_minibatch(
     models: Models, batch: Sequences, learners: Learners, step: int
 ) -> Minibatch | None:
-    """Return what an update of all learners trains on first; None of no tokens."""
+    """Return the first minibatch of an update of all learners; None without tokens."""
     batch = batch.on_host()
     rows = next(_rows_of_minibatches(batch, learners, step, epochs=1), None)
     return None if rows is None else _minibatch(models, batch.take(rows), learners)
@@ -258,7 +260,7 @@ def _first_minibatch(
 def _minibatch(models: Models, minibatch: Sequences, learners: Learners) -> Minibatch:
     """Cut a minibatch of host arrays into the micro-batches of each learner.
 
-    All learners whose rows are split alike have the same, with the columns that any of them reads.
+    Learners with equal row shards share them, with the columns that any of them reads.
     """
     settings = _settings(learners)
     weights = settings.aggregate(minibatch.mask, settings.max_new_tokens)
@@ -271,19 +273,19 @@ def _minibatch(models: Models, minibatch: Sequences, learners: Learners) -> Mini
         count: pack(known, settings.extent, block, count, whole_groups=together)
         for count in set(shards)
     }
-    own = [models[role].weights for role in learners]
+    weights_of_roles = [models[role].weights for role in learners]
     first = packed[shards[0]]
-    in_flops = padding_flops(first, own[0].config, settings.layout, settings.chunk)
+    in_flops = padding_flops(first, weights_of_roles[0].config, settings.layout, settings.chunk)
     return Minibatch(
         list(learners.values()),
-        own,
+        weights_of_roles,
         [[part.batch for part in packed[count]] for count in shards],
         (padding_share(first), in_flops),
     )
 
 
 def _keeps_groups(learners: Learners) -> bool:
-    """Tell whether a loss compares the sequences of a group."""
+    """Return whether a loss compares the sequences of a group."""
     return any(one.loss.whole_groups for one in learners.values())
 
 
@@ -294,10 +296,10 @@ def _take_steps(
     progress: PhaseParts | None = None,
     execute: Execute = run_now,
 ) -> tuple[Models | None, dict[str, jax.Array]]:
-    """Take a minibatch's step of each learner, or of none where a number is not finite.
+    """Take a minibatch's step of each learner, or of none if a number is not finite.
 
-    Returns the models and all metrics, norms included. Once the policy has moved too far no step is
-    taken any more: None in place of the models.
+    Returns the models and all metrics, norms included. Once the policy has moved too far no further
+    step is taken: None in place of the models.
     """
     metrics: dict[str, jax.Array] = {}
     gradients = []
@@ -317,13 +319,13 @@ def _take_steps(
 
 
 def _has_moved(learner: Learner, gradient: Gradient) -> bool:
-    """Say whether the policy has moved so far from the old one that no step is taken any more."""
+    """Return whether the policy has moved too far from the old one for further steps."""
     limit = learner.settings.target_kl
     if not limit or "kl/old" not in gradient.metrics:
         return False
-    told = to_host.fetch(gradient.metrics)
-    finite = np.isfinite([*told.values()]).all()
-    return bool(finite and told["kl/old"] > limit)
+    metrics = to_host.fetch(gradient.metrics)
+    finite = np.isfinite([*metrics.values()]).all()
+    return bool(finite and metrics["kl/old"] > limit)
 
 
 def _means(
@@ -336,8 +338,8 @@ def _means(
 ) -> dict[str, float]:
     """Return each metric's mean over the minibatches that have it, or its maximum for `.../max`.
 
-    Minibatches with a number that is not finite were skipped, and are only counted; `in_row` were
-    skipped before. NonFiniteStep where more than `max_skipped` come in a row.
+    Minibatches with a non-finite number were skipped, and are only counted; `in_row` were skipped
+    before. NonFiniteStep if more than `max_skipped` come in a row.
     """
     taken = []
     for index, metrics in enumerate(history):
@@ -346,13 +348,13 @@ def _means(
         if not broken:
             taken.append(metrics)
         elif in_row > max_skipped:
-            # A loss says more than what follows from it.
+            # A loss is a better clue than its consequences.
             name = min(broken, key=lambda name: not name.startswith("loss/"))
             raise NonFiniteStep(
                 f"{name} is {float(metrics[name])} in minibatch {index + 1} of update"
                 f" {step}{_not_finite(batch)}; its step was not taken, and"
                 f" training.max_skipped is {max_skipped}: look for a reward out of scale, or lower"
-                " the learning rate and go on with checkpoint.allow_changes=True.",
+                " the learning rate and resume with checkpoint.allow_changes=True.",
                 batch,
                 models,
             )
@@ -365,27 +367,27 @@ def _means(
 
 
 def _learning_rates(models: Models, learners: Learners) -> dict[str, float]:
-    """Return the learning rate of the last step that each optimizer took, or of its first."""
-    found = {}
+    """Return the learning rate of the last step of each optimizer, or of its first."""
+    rates = {}
     for role, learner in learners.items():
         rate = learner.learning_rate
         if callable(rate):
-            # AdamW counts its steps, and so does a schedule: those that were taken, both alike.
+            # AdamW counts its steps, and so does a schedule: only those taken, both alike.
             counts = optax.tree_utils.tree_get_all_with_path(models[role].moments, "count")
             taken = int(np.max(to_host.fetch([count for _, count in counts])))
             rate = rate(max(taken - 1, 0))
         if rate is not None:
             name = "training" if role == "policy" else role
-            found[f"{name}/learning_rate"] = np.asarray(rate).item()
-    return found
+            rates[f"{name}/learning_rate"] = np.asarray(rate).item()
+    return rates
 
 
 def _not_finite(batch: Sequences) -> str:
-    """Say how many numbers of which column are not finite, of those that tokens have."""
-    told = ""
+    """Describe the non-finite numbers by token column."""
+    counts = ""
     tokens = int(batch.mask.sum())
     for name, numbers in batch.columns.items():
         if numbers.shape == batch.mask.shape:
             bad = int((~np.isfinite(numbers[batch.mask])).sum())
-            told += f", where {bad} of {tokens} {name.replace('_', ' ')} are not" * (bad > 0)
-    return told
+            counts += f", where {bad} of {tokens} {name.replace('_', ' ')} are not" * (bad > 0)
+    return counts

@@ -1,4 +1,4 @@
-"""From gradients to steps: optimizers and their rates, and the one step that they take."""
+"""From gradients to steps: optimizers, learning rates, and the joint step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhf_jax.runtime.shards import owners_of, place_parts
 from rlhf_jax.training.gradients import Gradient, Learner
 from rlhf_jax.types import Model, Trained
 
-# By the names that training.schedule may have: of (rate, steps), the rate by step.
+# By the values of training.schedule: from (rate, steps) to the rate by step.
 SCHEDULES: dict[str, Callable[[float, int], optax.Schedule]] = {
     "constant": lambda rate, steps: optax.constant_schedule(rate),
     "linear": lambda rate, steps: optax.linear_schedule(rate, 0.0, steps),
@@ -31,10 +31,10 @@ SCHEDULES: dict[str, Callable[[float, int], optax.Schedule]] = {
 def scheduled(
     learning_rate: float, warmup_steps: int = 0, schedule: str = "constant", steps: int = 0
 ) -> optax.ScalarOrSchedule:
-    """Return the learning rate of each optimizer step, or the rate itself where it stays.
+    """Return the learning rate of each optimizer step, or the rate itself if constant.
 
-    It rises linearly over `warmup_steps` and then stays, or falls to 0 over what is left of
-    `steps`, by one of `SCHEDULES`.
+    It rises linearly over `warmup_steps` and then stays, or falls to 0 over the rest of `steps`, by
+    one of `SCHEDULES`.
     """
     if not warmup_steps and schedule == "constant":
         return learning_rate
@@ -48,7 +48,7 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Return AdamW after clipping by the global norm (Loshchilov and Hutter 2019).
 
-    learning_rate: a number, or `scheduled`. Decay of weights spares norms and biases.
+    learning_rate: a number, or `scheduled`. Weight decay excludes norms and biases.
     """
 
     def decays(model: Model) -> Model:
@@ -78,36 +78,36 @@ def clip_by_norm(limit: float) -> optax.GradientTransformation:
 
 @jax.jit
 def _norms_and_finite(gradients: tuple[Gradient, ...]) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Compute them of gradients that lie together, with one flag for all."""
+    """Compute both for gradients on the same devices, with one flag for all."""
     norms = tuple(optax.global_norm(gradient.weights) for gradient in gradients)
-    told = [number for gradient in gradients for number in gradient.metrics.values()]
-    return norms, jnp.isfinite(jnp.stack([*norms, *told])).all()
+    metrics = [number for gradient in gradients for number in gradient.metrics.values()]
+    return norms, jnp.isfinite(jnp.stack([*norms, *metrics])).all()
 
 
 def norms_and_finite(
     gradients: Sequence[Gradient], execute: Execute = run_now
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Return of each gradient the global norm, and where it lies whether all are finite.
+    """Return the global norm of each gradient, and on its devices whether all are finite.
 
     The norms are [] float32, before clipping; the flags are [] bool, over the metrics as well.
-    Gradients may lie on devices of their own: answers then cross between devices, and nothing
-    waits for them on the host but where they go to another process.
+    Gradients may be on separate devices: flags then cross between devices, and nothing waits for
+    them on the host unless they go to another process.
     """
     places = [jax.tree.leaves(one.weights)[0].sharding for one in gradients]
-    # A shape that is held to no place has no sharding. One program wants one order of devices.
+    # A shape without a placement has no sharding. One program requires one order of devices.
     if len({place and getattr(place, "mesh", place) for place in places}) == 1:
         norms, finite = execute(_norms_and_finite, tuple(gradients))
         return list(norms), [finite] * len(gradients)
-    found = [execute(_norms_and_finite, (gradient,)) for gradient in gradients]
-    norms = [norm for (norm,), _ in found]
-    flags = [flag for _, flag in found]
+    results = [execute(_norms_and_finite, (gradient,)) for gradient in gradients]
+    norms = [norm for (norm,), _ in results]
+    flags = [flag for _, flag in results]
     several = len({owners_of(place) for place in places if place}) > 1
     if several and isinstance(flags[0], jax.Array):  # for which the host waits
         all_finite = np.asarray(to_host.fetch(flags)).all()
         return norms, [place_parts(all_finite, flag.sharding) for flag in flags]
 
     def bring(flag: jax.Array, place: jax.sharding.Sharding) -> jax.Array:
-        """Return a flag, or its shape, where another one lies."""
+        """Return a flag, or its shape, on the devices of another one."""
         if isinstance(flag, jax.ShapeDtypeStruct):
             return typed(jax.Array, flag.update(sharding=place))
         return jax.device_put(flag, place)
@@ -131,7 +131,7 @@ def apply(
     *,
     optimizer: optax.GradientTransformation,
 ) -> tuple[Model, optax.OptState]:
-    """Take one optimizer step in place; where not `finite` [] bool, all stays as it is."""
+    """Take one optimizer step in place; if not `finite` [] bool, nothing changes."""
 
     def step(model: Model, moments: optax.OptState) -> tuple[Any, optax.OptState]:
         with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counts with floats
@@ -146,8 +146,8 @@ def apply(
     def branch(*before: Any) -> Any:
         return jax.lax.cond(finite, step, lambda *kept: kept, *before)
 
-    # Of a branch XLA's partitioner for GPUs gathers all results, and on one GPU they are there
-    # twice. On a CPU it is a choice that needs half of the weights and moments besides.
+    # XLA's partitioner for GPUs gathers all results of a branch, and on one GPU they exist twice.
+    # On a CPU it is a select, with half of the weights and moments in addition.
     return jax.lax.platform_dependent(model, moments, cpu=branch, default=choose)
 
 
@@ -158,7 +158,7 @@ def take_step(
     finite: jax.Array,
     execute: Execute = run_now,
 ) -> Trained:
-    """Return a model after one optimizer step; the given one is used up."""
+    """Return a model after one optimizer step; the given one is donated."""
     model, moments = execute(
         apply, trained.weights, trained.moments, gradient, finite, optimizer=learner.optimizer
     )

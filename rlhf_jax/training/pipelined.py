@@ -1,8 +1,8 @@
-"""Train models as pipelines that run at once: the host starts each task in a schedule's order.
+"""Train models as concurrent pipelines: the host dispatches tasks in a schedule's order.
 
 (RLHFuse, arXiv 2409.13221, section 5.) A stage's programs run on the devices of its own slice, so
 those of different stages overlap. A stage sums gradients in the order of micro-batches whatever the
-schedule, so the sums are the same, bit by bit.
+schedule, so the sums are the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from rlhf_jax.types import Model
 
 @dataclasses.dataclass
 class RunningStage:
-    """Hold what a stage has while its pipeline runs."""
+    """Hold the state of a stage while its pipeline runs."""
 
     stage: Stage
     part: Model
     total: Gradient | None = None
-    # by micro-batch: what the stage was given, and what it reads, until it has gone backward
+    # by micro-batch: the inputs of the stage, until it has gone backward
     kept: dict[int, tuple[jax.Array | None, Any]] = dataclasses.field(default_factory=dict)
-    # by micro-batch: what waits for the stage after this one, and for the one before
+    # by micro-batch: outputs for the stage after this one, and for the one before
     gave: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
-    pulled: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
+    cotangents: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
 
 
 class RunningCopy(NamedTuple):
@@ -77,9 +77,9 @@ def sum_pipelined(
     """Return the gradient of each learner's minibatch, as `accumulate` would sum it.
 
     batches: the micro-batches of each learner, of host arrays. schedule: of one pipe for each, in
-    their order. What a neighbour has for a task is sent when the task begins, so a stage never
-    holds more inputs than the schedule's peak. Nothing waits for a device. Micro-batches are noted
-    in `progress` when their loss is on its way, and tasks where it hears them.
+    their order. A neighbour's output for a task is sent when the task begins, so a stage never
+    holds more inputs than the schedule's peak. Nothing waits for a device. Micro-batches are
+    recorded in `progress` when their loss is dispatched, and tasks if it records them.
     """
     pipes = [_begin(*given) for given in zip(learners, models, batches, strict=True)]
     for task in schedule.tasks:
@@ -95,34 +95,34 @@ def sum_pipelined(
             _go_backward(copy.stages, place, number, execute)
         if progress is None:
             continue
-        if progress.heard_task is not None:
-            _tell_task(learner.call, began, copies, task, progress.heard_task)
+        if progress.record_task is not None:
+            _record_task(learner.call, began, copies, task, progress.record_task)
         last = place == len(copy.stages) - 1 and copy is copies[-1]
         if task["kind"] == BACKWARD and last:
             metrics = typed(Gradient, copy.stages[place].total).metrics
-            # A copy, for the sum itself is used up by the next.
-            told = jnp.copy(next(iter(metrics.values())))
-            progress.hand(learner.call, began, told, batches[task["pipe"]][number])
-    found = []
+            # A copy, for the next call donates the sum itself.
+            metric = jnp.copy(next(iter(metrics.values())))
+            progress.hand(learner.call, began, metric, batches[task["pipe"]][number])
+    gradients = []
     for copies, learner in zip(pipes, learners, strict=True):
         of_copies = []
         for copy in copies:
             sums = [typed(Gradient, own.total) for own in copy.stages]
             of_copies.append(join(sums, copy.layout, execute))
-        found.append(sum_copies(of_copies, learner.settings.layout, execute))
-    return found
+        gradients.append(sum_copies(of_copies, learner.settings.layout, execute))
+    return gradients
 
 
 def measure_stages(learner: Learner, model: Model, batch: PackedSequences) -> StageTimes:
-    """Return the seconds of each stage's tasks of a micro-batch of host arrays.
+    """Return the seconds of each stage's tasks for a micro-batch of host arrays.
 
-    One task runs at a time, several times over, and the shortest counts, in which nothing is
-    compiled. Of several processes the one that has a stage says.
+    One task runs at a time, several times, and the shortest counts, in which nothing is compiled.
+    Of several processes the one with the stage reports.
     """
     seconds: dict[tuple[Stage, bool], float] = {}
 
     def timed(function: Callable, *arguments: Any, **options: Any) -> Any:
-        """Call a stage's program, and wait for it, but not for what it is given."""
+        """Call a stage's program, and wait for it, but not for its inputs."""
         jax.block_until_ready(arguments)
         began = time.perf_counter()
         result = jax.block_until_ready(function(*arguments, **options))
@@ -155,75 +155,75 @@ def _begin(learner: Learner, model: Model, batches: Sequence[PackedSequences]) -
         stages = stages_of(copy)
         own_model = model_of_copy(model, copy, learner)
         running = list(map(RunningStage, stages, cut(own_model, stages)))
-        own = [rows_of_copy(batch, index, len(copies)) for batch in batches]
-        begun.append(RunningCopy(copy.settings.layout, running, own))
+        rows = [rows_of_copy(batch, index, len(copies)) for batch in batches]
+        begun.append(RunningCopy(copy.settings.layout, running, rows))
     return begun
 
 
 def _go_forward(
     pipe: list[RunningStage], place: int, number: int, batch: PackedSequences, execute: Execute
 ) -> None:
-    """Give a stage what it reads of a micro-batch; all but the last one compute what they give."""
-    own = pipe[place]
-    layout = own.stage.settings.layout
-    needed = place_rows(own.stage.needed(batch), layout)
+    """Run a stage's forward of a micro-batch; the last one only stores its inputs."""
+    running = pipe[place]
+    layout = running.stage.settings.layout
+    needed = place_rows(running.stage.needed(batch), layout)
     given = send(pipe[place - 1].gave.pop(number), layout) if place else None
-    own.kept[number] = (given, needed)
-    if own.stage.loss is None:
-        own.gave[number] = execute(forward, own.part, given, needed, stage=own.stage)
+    running.kept[number] = (given, needed)
+    if running.stage.loss is None:
+        running.gave[number] = execute(forward, running.part, given, needed, stage=running.stage)
 
 
 def _go_backward(pipe: list[RunningStage], place: int, number: int, execute: Execute) -> None:
     """Add a stage's gradient of a micro-batch to its sum."""
-    own = pipe[place]
-    given, needed = own.kept.pop(number)
-    pulled = None
-    if own.stage.loss is None:
-        pulled = send(pipe[place + 1].pulled.pop(number), own.stage.settings.layout)
-    own.total, onward = run_backward(own, given, needed, pulled, execute)
+    running = pipe[place]
+    given, needed = running.kept.pop(number)
+    cotangent = None
+    if running.stage.loss is None:
+        cotangent = send(pipe[place + 1].cotangents.pop(number), running.stage.settings.layout)
+    running.total, onward = run_backward(running, given, needed, cotangent, execute)
     if onward is not None:
-        own.pulled[number] = onward
+        running.cotangents[number] = onward
 
 
 def run_backward(
-    own: RunningStage, given: Any, needed: PackedSequences, pulled: Any, execute: Execute
+    running: RunningStage, given: Any, needed: PackedSequences, cotangent: Any, execute: Execute
 ) -> tuple[Gradient, jax.Array | None]:
     """Run `backward` of a stage's micro-batch on its sum so far, which begins with nothing."""
-    told = {"stage": own.stage}
-    total = own.total
+    options = {"stage": running.stage}
+    total = running.total
     if total is None:
-        first, _ = backward.eval_shape(None, own.part, given, needed, pulled, **told)
-        begun = {"names": tuple(first.metrics), "layout": own.stage.settings.layout}
-        total = execute(no_gradient, own.part, **begun)
-    return execute(backward, total, own.part, given, needed, pulled, **told)
+        first, _ = backward.eval_shape(None, running.part, given, needed, cotangent, **options)
+        begun = {"names": tuple(first.metrics), "layout": running.stage.settings.layout}
+        total = execute(no_gradient, running.part, **begun)
+    return execute(backward, total, running.part, given, needed, cotangent, **options)
 
 
-def _tell_task(
+def _record_task(
     call: str,
     began: float,
     copies: list[RunningCopy],
     task: np.void,
-    heard: Callable[[PipelineTask, jax.Array], None],
+    progress: Callable[[PipelineTask, jax.Array], None],
 ) -> None:
-    """Tell of a task that was dispatched, with an array that is there when it is done."""
+    """Record a dispatched task, with an array that is ready when it is done."""
     place = int(task["stage"])
     number = int(task["micro_batch"])
     index = int(task["copy"])
-    own = copies[index].stages[place]
+    running = copies[index].stages[place]
     last = place == len(copies[index].stages) - 1
     kind = "backward" if task["kind"] == BACKWARD else "forward"
     after = ("backward", place + 1) if kind == "backward" and not last else ("forward", place - 1)
     if kind == "forward":
-        result = own.gave.get(number)  # none of the last stage
+        result = running.gave.get(number)  # the last stage has none
     elif place:
-        result = own.pulled[number]
-    else:  # Nothing goes on; of a sum that the next task uses up, a copy of a small part.
-        summed = jax.tree.leaves(typed(Gradient, own.total).weights.layers)
+        result = running.cotangents[number]
+    else:  # Nothing goes on; a small part is copied, since the next task donates the sum.
+        summed = jax.tree.leaves(typed(Gradient, running.total).weights.layers)
         result = jnp.copy(min(summed, key=jnp.size))
     if result is not None:
         names = [f"{call} {index} {number} {way} {stage}" for way, stage in ((kind, place), after)]
         # nodes in the order of devices, whichever way pipelines run
         layouts = [one.stage.settings.layout for copy in copies for one in copy.stages]
         nodes = sorted(layout.devices.flat[0].id for layout in layouts)
-        lane = nodes.index(own.stage.settings.layout.devices.flat[0].id)
-        heard(PipelineTask(call, began, lane, *names), result)
+        lane = nodes.index(running.stage.settings.layout.devices.flat[0].id)
+        progress(PipelineTask(call, began, lane, *names), result)

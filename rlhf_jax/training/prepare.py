@@ -1,4 +1,4 @@
-"""From scored samples to the columns that losses read, as the algorithm of a run says."""
+"""From scored samples to the columns that losses read, by the algorithm of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlhf_jax.config.algorithms import algorithm_of
 from rlhf_jax.config.schema import Config
 from rlhf_jax.inference.logprobs import mismatch
 from rlhf_jax.sequences.batch import Sequences
-from rlhf_jax.training.importance import weigh_advantages
+from rlhf_jax.training.importance import truncated_importance_sampling
 
 
 def prepare(
@@ -18,13 +18,13 @@ def prepare(
 ) -> tuple[Sequences, dict[str, float]]:
     """Return scored samples with the columns that losses read, and metrics.
 
-    behind: the updates since the weights that drew samples ahead; None of others. Numbers that are
-    not finite are left out of the metrics: the update reports them.
+    behind: the updates since the weights of prefetched samples; None otherwise. Non-finite numbers
+    are dropped from the metrics: the update reports them.
     """
     known = scored.with_columns(kl_weight=np.array(kl_coefficient, np.float32))
     batch, metrics = algorithm_of(config).prepare(known, config)
     if behind is not None:
-        batch, weights = weigh_advantages(batch, config.training.lag_clip)
+        batch, weights = truncated_importance_sampling(batch, config.training.lag_clip)
         metrics = metrics | weights | {"lag/updates": float(behind)}
     drawn_from, now = (scored.columns.get(name) for name in ("sampled_logprobs", "logprobs"))
     if drawn_from is not None and now is not None and not behind:

@@ -1,4 +1,4 @@
-"""Find the schedule of pipelines that train at once, from what their stages take."""
+"""Find the schedule of concurrent pipelines, from the times of their stages."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from rlhf_jax.training.stages import Stage, backward, copies_of, forward, rows_o
 from rlhf_jax.types import Model, ModelConfig
 
 RUN_TRIES = 100  # of a search, at most
-# Share of the bound at which it ends, as devices may wait for it: with 16 stages and 50
-# micro-batches that takes a third of a second of the CPU, and to the bound two seconds.
+# Gap to the bound at which it ends, as devices may wait for it: with 16 stages and 50 micro-batches
+# that takes a third of a second of the CPU, and to the bound two seconds.
 NEAR = 0.01
 
 
 class FusedSchedule(NamedTuple):
-    """Hold a schedule of pipelines that run at once, and how long they would take in turn."""
+    """Hold a schedule of concurrent pipelines, and their time in turn."""
 
     schedule: Schedule
     serial: float  # one pipeline after the other, each by 1F1B
 
     def metrics(self) -> dict[str, float]:
-        """Return what is predicted: times in seconds, or in 10^9 FLOPs where none were measured.
+        """Return predictions: times in seconds, or in 10^9 FLOPs without measurements.
 
         The peak is of the inputs that the fullest slice keeps, in 10^6 bytes.
         """
@@ -46,7 +46,7 @@ class FusedSchedule(NamedTuple):
 
 
 class PipelineWork(NamedTuple):
-    """Hold what the FLOPs of a pipeline follow from."""
+    """Hold the facts that determine the FLOPs of a pipeline."""
 
     config: ModelConfig
     stages: tuple[Stage, ...]  # of one copy
@@ -62,36 +62,36 @@ def schedule_of(
     batches: Sequence[Sequence[PackedSequences]],
     times: Mapping[str, StageTimes],
 ) -> FusedSchedule:
-    """Return the order in which the stages of all learners do a minibatch's tasks.
+    """Return the order of a minibatch's tasks on the stages of all learners.
 
-    batches: the micro-batches of each learner, taken to be as large as the first. times: by call,
-    as they were measured of another micro-batch; where there are none FLOPs are counted.
+    batches: the micro-batches of each learner, assumed to be as large as the first. times: by call,
+    as measured for another micro-batch; without them FLOPs are counted.
     """
-    found = []
+    works = []
     for learner, model, own in zip(learners, models, batches, strict=True):
         kept = kept_bytes(learner, model.config, own[0])
         taken = times.get(learner.call)
         if taken is None:
             copies = copies_of(learner)
             leaves, tree = jax.tree.flatten(rows_of_copy(own[0], 0, len(copies)))
-            told = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+            shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
             stages = tuple(stages_of(copies[0]))
-            work = PipelineWork(model.config, stages, len(copies), told, tree)
+            work = PipelineWork(model.config, stages, len(copies), shapes, tree)
             taken = count_stages(work, kept)
-        found.append(taken._replace(micro_batches=len(own), kept=kept))
-    return _find_schedule(tuple(found))
+        works.append(taken._replace(micro_batches=len(own), kept=kept))
+    return _find_schedule(tuple(works))
 
 
 @functools.lru_cache(maxsize=256)
 def _find_schedule(times: tuple[StageTimes, ...]) -> FusedSchedule:
-    """Return the schedule that a short search finds, with a limit to what is kept."""
+    """Return the schedule from a short search, with a limit on kept inputs."""
     problem = joint_problem(times)
-    found = solve(limit_inputs(problem), RUN_TRIES, within=NEAR)
-    return FusedSchedule(found, serial_schedule(problem).makespan)
+    schedule = solve(limit_inputs(problem), RUN_TRIES, within=NEAR)
+    return FusedSchedule(schedule, serial_schedule(problem).makespan)
 
 
 def kept_bytes(learner: Learner, config: ModelConfig, batch: PackedSequences) -> float:
-    """Return the bytes of the hidden states of a micro-batch that a stage of a copy is given."""
+    """Return the bytes of a micro-batch's hidden states as input of a stage of a copy."""
     layout = learner.settings.layout
     tokens = np.size(batch.tokens) // layout.extent("data")
     return float(tokens * config.width * layout.dtype.itemsize)
@@ -101,8 +101,8 @@ def kept_bytes(learner: Learner, config: ModelConfig, batch: PackedSequences) ->
 def count_stages(work: PipelineWork, kept: float) -> StageTimes:
     """Return the 10^9 FLOPs of each stage of a micro-batch, in place of seconds.
 
-    kept: bytes of the hidden states that stages are given. The first stage, one in the middle and
-    the last one are traced.
+    kept: bytes of the hidden states between stages. The first stage, one in the middle and the last
+    one are traced.
     """
     count = len(work.stages)
     batch: PackedSequences = jax.tree.unflatten(work.tree, work.leaves)
@@ -120,9 +120,9 @@ def count_stages(work: PipelineWork, kept: float) -> StageTimes:
         part = stage.without_others(whole)
         received = None if stage.reads_tokens else given
         needed = stage.needed(batch)
-        pulled = None if stage.loss else given
+        cotangent = None if stage.loss else given
         run = functools.partial(backward, stage=stage)
-        back = flops_of(run, None, part, received, needed, pulled) / 1e9
+        back = flops_of(run, None, part, received, needed, cotangent) / 1e9
         if stage.loss:
             return 0.0, back
         run = functools.partial(forward, stage=stage)

@@ -18,44 +18,44 @@ from rlhf_jax.sequences.packing import Extent
 
 @dataclasses.dataclass(frozen=True)
 class TrainingSettings:
-    """Say what an update does; static, so a change of it compiles anew."""
+    """Hold the settings of an update; static, so a change recompiles."""
 
     epochs: int = 1
     minibatches: int = 1  # optimizer steps of an epoch
-    microbatch_rows: int = 8  # the longest rows whose activations exist at one time
-    minibatch_tokens: int = 0  # at most, each prompt once; 0 where nobody knows
-    group_tokens: int = 0  # of a group of samples at most; 0 where nobody knows
-    prompt_tokens: int = 0  # of a prompt at most; 0 where nobody knows
+    microbatch_rows: int = 8  # the longest rows whose activations exist at a time
+    minibatch_tokens: int = 0  # at most, each prompt once; 0 if unknown
+    group_tokens: int = 0  # most of a group of samples; 0 if unknown
+    prompt_tokens: int = 0  # most of a prompt; 0 if unknown
     temperature: float = 1.0
     options: Any = None  # of the algorithm, which its losses read
     clip_low: float = 0.2
     clip_high: float = 0.2
-    critic_clip: float = 0.2  # A value moves at most so far from what it was before the update.
-    aggregate: Callable = token_mean_weights  # one of `AGGREGATES`: how tokens are weighed
-    max_new_tokens: int = 1  # of the longest response that may be; `constant_weights` divides by it
+    critic_clip: float = 0.2  # The largest change of a value from its value before the update.
+    aggregate: Callable = token_mean_weights  # one of `AGGREGATES`: the weights of tokens
+    max_new_tokens: int = 1  # of the longest possible response; `constant_weights` divides by it
     # The divergence in the loss: of `KL`, but not k1, whose gradient has mean zero.
     kl_estimator: Callable = kl_k3
     entropy_coefficient: float = 0.0
     # The rest of an update is skipped once KL(old || now) of a minibatch exceeds it; 0 for never.
     target_kl: float = 0.0
-    lag: int = 0  # updates that samples are behind: 1 draws the next step's while this one trains
-    lag_clip: float = 2.0  # A token's importance weight is at most this, where samples are behind.
-    max_skipped: int = 0  # minibatches in a row that may be skipped, as a number is not finite
-    layout: Layout = ONE_DEVICE  # its dtype is the products'; weights are kept in float32
+    lag: int = 0  # off-policy steps: 1 generates the next step's samples during training
+    lag_clip: float = 2.0  # The largest importance weight of a token, with a lag.
+    max_skipped: int = 0  # consecutive minibatches that may be skipped for a non-finite number
+    layout: Layout = ONE_DEVICE  # its dtype is that of matrix products; weights are kept in float32
     remat: bool = True  # Only each layer's input is kept for the backward pass.
-    chunk: int = CHUNK  # tokens whose logits exist at one time
+    chunk: int = CHUNK  # tokens whose logits exist at a time
     seed: int = 0
 
     @property
     def extent(self) -> Extent:
-        """Return how much a minibatch has at most."""
+        """Return the maximum size of a minibatch."""
         return Extent(
             self.microbatch_rows, self.minibatch_tokens, self.group_tokens, self.prompt_tokens
         )
 
     @classmethod
     def from_config(cls, config: Config, layout: Layout, remat: bool) -> TrainingSettings:
-        """Settle how a model is updated there; `remat` was settled for all that is trained."""
+        """Build the settings of a model's updates; `remat` was decided for all trained models."""
         training = config.training
         return cls(
             epochs=training.epochs,

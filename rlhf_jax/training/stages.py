@@ -1,4 +1,4 @@
-"""Cut a model into the stages of a pipeline, and compute what each does in either direction."""
+"""Cut a model into the stages of a pipeline, and compute each stage forward and backward."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from rlhf_jax.types import Model
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Say what a stage computes; static, so stages that are alike differ only in their devices."""
+    """Define the computation of a stage; static, so equal stages differ only in their devices."""
 
     settings: TrainingSettings  # the layout is that of the stage's slice
-    reads_tokens: bool  # of the first stage: it has the embedding, and is given no hidden states
+    reads_tokens: bool  # of the first stage: it has the embedding, and gets no hidden states
     loss: Loss | None  # of the last stage, whose result is its share of it
 
     def needed(self, batch: PackedSequences) -> PackedSequences:
-        """Return what the stage reads of a micro-batch; columns are for the last alone."""
+        """Return the parts of a micro-batch that the stage reads; columns only for the last."""
         return batch if self.loss else dataclasses.replace(batch, columns={})
 
     def without_others(self, model: Model) -> Model:
-        """Return a model without what other stages have of it beside its layers.
+        """Return a model without other stages' weights outside the layers.
 
-        The first stage has the embedding, and the last one the final norm and the head. A head that
-        is tied is the embedding, which both then have.
+        The first stage has the embedding, and the last one the final norm and the head. A tied head
+        is the embedding, which both then have.
         """
         last = self.loss is not None
         tied = model.head is None
@@ -66,13 +66,13 @@ def copies_of(learner: Learner) -> list[Learner]:
 
 
 def model_of_copy(model: Model, copy: Learner, learner: Learner) -> Model:
-    """Return a learner's model as a copy of its pipeline has it; they share their buffers."""
+    """Return a learner's model for a copy of its pipeline; they share their buffers."""
     layout = copy.settings.layout
     return model if layout == learner.settings.layout else on_slice(model, layout)
 
 
 def rows_of_copy(batch: PackedSequences, copy: int, copies: int) -> PackedSequences:
-    """Return the rows of a micro-batch of host arrays that a copy of a pipeline has."""
+    """Return a copy's rows of a micro-batch of host arrays."""
     return jax.tree.map(lambda leaf: np.split(leaf, copies)[copy] if np.ndim(leaf) else leaf, batch)
 
 
@@ -90,10 +90,10 @@ def stages_of(learner: Learner) -> list[Stage]:
 
 
 def cut(model: Model, stages: list[Stage]) -> list[Model]:
-    """Return what each stage has of a copy's model in a pipelined layout.
+    """Return each stage's part of a copy's model in a pipelined layout.
 
-    Layers are where they were. Of the rest each slice has a part, and all of them go to the stage
-    that needs it, in the compute dtype.
+    Layers stay in place. Of the rest each slice has a part, and all of them move to the stage that
+    needs it, in the compute dtype.
     """
     parts = []
     for stage in stages:
@@ -104,10 +104,10 @@ def cut(model: Model, stages: list[Stage]) -> list[Model]:
 
 
 def join(sums: list[Gradient], layout: Layout, execute: Execute) -> Gradient:
-    """Return the gradient of a copy from those of its parts, as `cut` has made them.
+    """Return the gradient of a copy from those of its parts, the inverse of `cut`.
 
-    It lies as a model of the copy's layout does. Layers stay where they are, what else a stage has
-    is shared out to the slices, and the metrics are told to all.
+    It is placed like a model of the copy's layout. Layers stay in place, the other weights of a
+    stage are divided among the slices, and the metrics are sent to all.
     """
     slices = layout.split()
     last = sums[-1].weights
@@ -115,8 +115,8 @@ def join(sums: list[Gradient], layout: Layout, execute: Execute) -> Gradient:
     if last.head is None:
         embed = execute(_add, embed, send(last.embed, slices[0]))
     ends = {"embed": embed, "norm": last.norm, "head": last.head}
-    found = dataclasses.replace(last, layers=(), **ends)
-    places = model_shardings(found, layout)
+    joined = dataclasses.replace(last, layers=(), **ends)
+    places = model_shardings(joined, layout)
     for name, leaf in ends.items():
         ends[name] = None if leaf is None else move(leaf, getattr(places, name))
 
@@ -131,9 +131,13 @@ def join(sums: list[Gradient], layout: Layout, execute: Execute) -> Gradient:
         *[one.weights.layers for one in sums],
     )
     metrics = sums[-1].metrics
-    told = [jax.tree.map(functools.partial(send, layout=own), metrics) for own in slices]
-    metrics = jax.tree.map(_join_shards, metrics, model_shardings(metrics, layout), *told)
-    return Gradient(dataclasses.replace(found, layers=layers, **ends), metrics)
+    metrics_of_slices = [
+        jax.tree.map(functools.partial(send, layout=own), metrics) for own in slices
+    ]
+    metrics = jax.tree.map(
+        _join_shards, metrics, model_shardings(metrics, layout), *metrics_of_slices
+    )
+    return Gradient(dataclasses.replace(joined, layers=layers, **ends), metrics)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -143,7 +147,7 @@ def _add(left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def _join_shards(like: Any, place: NamedSharding, *parts: Any) -> Any:
-    """Return as one array like another the parts of it that devices have; of shapes its shape.
+    """Return one array like another from its parts on devices; for shapes its shape.
 
     Nothing is copied.
     """
@@ -153,16 +157,16 @@ def _join_shards(like: Any, place: NamedSharding, *parts: Any) -> Any:
     return jax.make_array_from_single_device_arrays(like.shape, place, shards, dtype=like.dtype)
 
 
-def sum_copies(found: list[Gradient], layout: Layout, execute: Execute) -> Gradient:
-    """Return the sum of the gradients of a pipeline's copies, which lies as the layout says.
+def sum_copies(gradients: list[Gradient], layout: Layout, execute: Execute) -> Gradient:
+    """Return the sum of the gradients of a pipeline's copies, placed as in the layout.
 
-    The copies' gradients are used up.
+    The copies' gradients are donated.
     """
-    if len(found) == 1:
-        return found[0]
+    if len(gradients) == 1:
+        return gradients[0]
 
     def stacked(*leaves: Any) -> Any:
-        """Return what copies have as one array [copies * n, ...], without moving it."""
+        """Return the arrays of copies as one array [copies * n, ...], without moving them."""
         first, *rest = [*leaves[0].sharding.spec, *[None] * leaves[0].ndim][: leaves[0].ndim]
         axes = ("data", *(first if isinstance(first, tuple) else filter(None, [first])))
         size, *others = leaves[0].shape
@@ -170,9 +174,9 @@ def sum_copies(found: list[Gradient], layout: Layout, execute: Execute) -> Gradi
         place = NamedSharding(typed(Mesh, layout.mesh), PartitionSpec(axes, *rest))
         return _join_shards(like, place, *leaves)
 
-    rows = [Gradient(one.weights, execute(_as_rows, one.metrics)) for one in found]
+    rows = [Gradient(one.weights, execute(_as_rows, one.metrics)) for one in gradients]
     total = execute(_sum_stacked, jax.tree.map(stacked, *rows), layout=layout)
-    # named as weights are, where XLA has found other names for the same places
+    # renamed to the weights' shardings, where XLA has found other names for the same ones
     return jax.tree.map(_join_shards, total, model_shardings(total, layout), total)
 
 
@@ -184,7 +188,7 @@ def _as_rows(metrics: Metrics) -> Metrics:
 
 @functools.partial(jax.jit, static_argnames="layout", donate_argnums=0)
 def _sum_stacked(copies: Gradient, layout: Layout) -> Gradient:
-    """Return the sum of gradients that lie side by side in one, copy by copy."""
+    """Return the sum of gradients that are stacked in one, copy by copy."""
     count = layout.extent("data")
 
     def total(leaf: jax.Array) -> jax.Array:
@@ -199,7 +203,7 @@ def _sum_stacked(copies: Gradient, layout: Layout) -> Gradient:
 
 
 def send(array: Any, layout: Layout) -> Any:
-    """Return an array of one slice on another, split alike; of a shape it is a shape."""
+    """Return an array of one slice on another, split alike; a shape gives a shape."""
     return send_shards(array, NamedSharding(typed(Mesh, layout.mesh), array.sharding.spec))
 
 
@@ -207,9 +211,9 @@ def send(array: Any, layout: Layout) -> Any:
 def forward(
     part: Model, given: jax.Array | None, batch: PackedSequences, *, stage: Stage
 ) -> jax.Array:
-    """Run the layers of a stage, not of the last: [S, C, M], what the next one is given.
+    """Run the layers of a stage other than the last: [S, C, M], the input of the next one.
 
-    given: what the stage before gave; None at the first one.
+    given: the output of the previous stage; None at the first one.
     """
     return _run(cast(part, stage.settings.layout.dtype), given, batch, stage)[0]
 
@@ -220,15 +224,15 @@ def backward(
     part: Model,
     given: jax.Array | None,
     batch: PackedSequences,
-    pulled: jax.Array | None,
+    cotangent: jax.Array | None,
     *,
     stage: Stage,
 ) -> tuple[Gradient, jax.Array | None]:
-    """Return `total` plus a stage's gradient of one micro-batch, and that of what it was given.
+    """Return `total` plus a stage's gradient of one micro-batch, and that of its input.
 
-    `total` and `given` [S, C, M] are used up; the forward pass is computed again from what was
-    given. pulled: the gradient [S, C, M] of what the stage gave; None at the last one, where the
-    loss begins. What the first one was given has no gradient.
+    `total` and `given` [S, C, M] are donated; the forward pass is recomputed from the input.
+    cotangent: the gradient [S, C, M] of the stage's output; None at the last one, where the loss
+    begins. The first one's input has no gradient.
     """
     settings = stage.settings
 
@@ -236,8 +240,8 @@ def backward(
         return _run(part, given, batch, stage)
 
     part = cast(part, settings.layout.dtype)
-    found, pull, metrics = jax.vjp(run, part, given, has_aux=True)
-    weights, onward = pull(jnp.ones_like(found) if pulled is None else pulled)
+    output, pull, metrics = jax.vjp(run, part, given, has_aux=True)
+    weights, onward = pull(jnp.ones_like(output) if cotangent is None else cotangent)
     onward = None if onward is None else _pin(onward, settings.layout)
     return add_gradient(total, weights, metrics, settings), onward
 
@@ -245,14 +249,14 @@ def backward(
 def _run(
     part: Model, hidden: jax.Array | None, batch: PackedSequences, stage: Stage
 ) -> tuple[jax.Array, Metrics]:
-    """Compute what a stage gives, [S, C, M], or of the last one the loss [] and its metrics."""
+    """Compute a stage's output, [S, C, M], or for the last one the loss [] and its metrics."""
     settings = stage.settings
-    # Between stages the width is over tensor, and inside not: XLA would go on as it comes, and sum
-    # and gather at every product.
+    # Between stages the width is over tensor, and inside not: XLA would otherwise sum and gather at
+    # every product.
     hidden = (
         embed_tokens(part, batch.tokens) if hidden is None else pin_rows(hidden, settings.layout)
     )
-    # Only one micro-batch is in a stage's layers at a time: they need not be computed thrice.
+    # Only one micro-batch is in a stage's layers at a time: a third computation is not needed.
     hidden = run_packed(part, hidden, batch, settings.layout, remat=False)
     if stage.loss is None:
         return _pin(pin_rows(hidden, settings.layout), settings.layout), {}
@@ -261,7 +265,7 @@ def _run(
 
 
 def hidden_sharding(shape: tuple[int, ...], layout: Layout) -> NamedSharding:
-    """Return how hidden states [S, C, M] travel between stages: their width is over tensor.
+    """Return the sharding of hidden states [S, C, M] between stages: the width is over tensor.
 
     So no two devices send the same, and the receiving slice gathers it over its own links.
     """
@@ -270,6 +274,6 @@ def hidden_sharding(shape: tuple[int, ...], layout: Layout) -> NamedSharding:
 
 
 def _pin(hidden: jax.Array, layout: Layout) -> jax.Array:
-    """Hold hidden states [S, C, M] to the parts in which they travel."""
+    """Constrain hidden states [S, C, M] to the parts in which they travel."""
     place = hidden_sharding(hidden.shape, layout)
     return jax.lax.with_sharding_constraint(hidden, place)

@@ -78,7 +78,7 @@ def test_a_run_needs_no_config():
     assert config.reward.functions == ("r.py:f",)
     with pytest.raises(ValueError, match="No config is named: begin with rlhf-jax train quick"):
         command_line.read(["train", "--config.steps=2"])
-    with pytest.raises(ValueError, match="--reward wants a value"):
+    with pytest.raises(ValueError, match="--reward needs a value"):
         command_line.read(["train", "--model", "folder", "--reward"])
 
 

@@ -168,7 +168,7 @@ def test_a_workflow_is_killed_in_every_stage_and_ends_bit_for_bit_the_same(folde
         process.communicate()
     said = finish("parts")
     assert said.count("is done") == 2
-    assert "Going on from step" in said
+    assert "Resuming from step" in said
     for stage in ("sft", "judge", "grpo"):
         whole, parts = (
             [

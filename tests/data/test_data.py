@@ -263,8 +263,12 @@ def test_raw_prompts_and_what_a_template_reads():
     ("rows", "raw", "sentence"),
     [
         (["a b"] * 2, False, r"\(2 longer than 3 tokens\); raise max_prompt_tokens\."),
-        (["", " "], False, r"\(2 empty\); give others, or mend the chat template\."),
-        (["!", "!!"], True, r"\(2 rendered to no token\); give others, or mend the chat template"),
+        (["", " "], False, r"\(2 empty\); give others, or correct the chat template\."),
+        (
+            ["!", "!!"],
+            True,
+            r"\(2 rendered to no token\); give others, or correct the chat template",
+        ),
         (["!", "a b c d"], True, r"\(1 rendered to no token, 1 longer than 3 tokens\); raise"),
     ],
 )

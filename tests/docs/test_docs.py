@@ -185,7 +185,7 @@ def test_the_site_builds_without_a_warning_and_fits_a_phone(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     api = (ROOT / "site" / "reference" / "api" / "index.html").read_text()
-    assert "Do the run that a config describes" in api, "docstrings are shown"
+    assert "Run the training that a config describes" in api, "docstrings are shown"
     assert 'id="rlhf_jax.Result.warnings"' in api and "__eq__" not in api
     assert 'id="rlhf_jax.default_config"' in api and "default_config</span>" in api
     names = ("index.html", "concepts/rows/index.html", "reference/metrics/index.html")

@@ -102,24 +102,24 @@ def random_batch(config, rows=4, slots=24, seed=0, top_k=None) -> Sequences:
     length = rng.integers(10, slots + 1, rows)
     at = np.arange(slots)[None, :]
     mask = (at >= prompt[:, None]) & (at < length[:, None])
-    support = None
+    top_k_ids = None
     if top_k is not None:
-        support = np.stack(
+        top_k_ids = np.stack(
             [
                 [rng.permutation(config.vocab_size)[:top_k] for _ in range(slots)]
                 for _ in range(rows)
             ]
         )
-        support[..., -2:] = -1
-        support[..., 0] = tokens
-        support = np.where(mask[..., None], support, -1).astype(np.int32)
-    return jax.tree.map(jnp.asarray, sequences_of(tokens, mask, top_k_ids=support))
+        top_k_ids[..., -2:] = -1
+        top_k_ids[..., 0] = tokens
+        top_k_ids = np.where(mask[..., None], top_k_ids, -1).astype(np.int32)
+    return jax.tree.map(jnp.asarray, sequences_of(tokens, mask, top_k_ids=top_k_ids))
 
 
-def naive_logprobs(model, tokens, temperature, support=None):
+def naive_logprobs(model, tokens, temperature, top_k_ids=None):
     """A whole softmax, token by token, in float64."""
     tokens = np.asarray(tokens)
-    support = None if support is None else np.asarray(support)
+    top_k_ids = None if top_k_ids is None else np.asarray(top_k_ids)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     scores = (
         np.asarray(logits(model, forward(model, jnp.asarray(tokens), positions)[0]), np.float64)
@@ -129,7 +129,7 @@ def naive_logprobs(model, tokens, temperature, support=None):
     for b in range(tokens.shape[0]):
         for t in range(1, tokens.shape[1]):
             row = scores[b, t - 1]
-            ids = [i for i in support[b, t] if i >= 0] if support is not None else []
+            ids = [i for i in top_k_ids[b, t] if i >= 0] if top_k_ids is not None else []
             allowed = row[ids] if ids else row
             out[b, t] = row[tokens[b, t]] - np.log(np.exp(allowed).sum())
     return out
@@ -141,9 +141,11 @@ def naive_logprobs(model, tokens, temperature, support=None):
 def test_logprobs_are_the_whole_softmax(tiny, temperature, top_k, chunk):
     model = init(jax.random.key(0), tiny)
     batch = random_batch(tiny, top_k=top_k)
-    support = batch.columns.get("top_k_ids")
-    got = token_logprobs(model, batch.tokens, temperature=temperature, support=support, chunk=chunk)
-    want = naive_logprobs(model, batch.tokens, temperature, support)
+    top_k_ids = batch.columns.get("top_k_ids")
+    got = token_logprobs(
+        model, batch.tokens, temperature=temperature, top_k_ids=top_k_ids, chunk=chunk
+    )
+    want = naive_logprobs(model, batch.tokens, temperature, top_k_ids)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, want, atol=2e-5)
 
@@ -159,7 +161,7 @@ def test_gradient_is_the_whole_softmaxs(tiny):
             batch.tokens,
             temperature=0.7,
             mask=batch.mask,
-            support=batch.columns.get("top_k_ids"),
+            top_k_ids=batch.columns.get("top_k_ids"),
             chunk=8,
             remat=True,
         )
@@ -168,9 +170,9 @@ def test_gradient_is_the_whole_softmaxs(tiny):
     def whole(model):
         positions = jnp.broadcast_to(jnp.arange(24), batch.tokens.shape)
         scores = logits(model, forward(model, batch.tokens, positions)[0])[:, :-1] / 0.7
-        support = jnp.asarray(batch.columns.get("top_k_ids"))[:, 1:]
-        picked = jnp.take_along_axis(scores, jnp.maximum(support, 0), axis=-1)
-        picked = jnp.where(support >= 0, picked, -1e9)
+        top_k_ids = jnp.asarray(batch.columns.get("top_k_ids"))[:, 1:]
+        picked = jnp.take_along_axis(scores, jnp.maximum(top_k_ids, 0), axis=-1)
+        picked = jnp.where(top_k_ids >= 0, picked, -1e9)
         law = picked[..., 0] - jax.nn.logsumexp(picked, axis=-1)
         return jnp.where(batch.mask[:, 1:], law * weigh[:, 1:], 0.0).sum()
 
@@ -199,15 +201,15 @@ def test_entropy_is_the_sampled_laws(tiny, top_k):
     batch = random_batch(tiny, top_k=top_k)
     tokens = batch.tokens
     mask = np.asarray(batch.mask)
-    support = batch.columns.get("top_k_ids")
-    support = None if support is None else np.asarray(support)
-    options = {"temperature": 0.7, "mask": batch.mask, "support": support, "chunk": 20}
+    top_k_ids = batch.columns.get("top_k_ids")
+    top_k_ids = None if top_k_ids is None else np.asarray(top_k_ids)
+    options = {"temperature": 0.7, "mask": batch.mask, "top_k_ids": top_k_ids, "chunk": 20}
     logprobs, got = logprobs_and_entropy(model, tokens, entropy=True, **options)
     positions = jnp.broadcast_to(jnp.arange(24), tokens.shape)
     scores = np.asarray(logits(model, forward(model, tokens, positions)[0]), np.float64) / 0.7
     want = np.zeros(tokens.shape)
     for b, t in zip(*np.nonzero(mask), strict=True):
-        ids = range(tiny.vocab_size) if support is None else support[b, t][support[b, t] >= 0]
+        ids = range(tiny.vocab_size) if top_k_ids is None else top_k_ids[b, t][top_k_ids[b, t] >= 0]
         law = np.exp(scores[b, t - 1][list(ids)])
         law /= law.sum()
         want[b, t] = -sum(p * np.log(p) for p in law)
@@ -252,8 +254,10 @@ def test_no_program_holds_the_logits_of_all_tokens(tiny):
 def test_scores_do_not_depend_on_how_many_rows_go_together(tiny):
     model = init(jax.random.key(0), tiny)
     batch = random_batch(tiny, rows=6, top_k=6)
-    support = batch.columns["top_k_ids"]
-    want = token_logprobs(model, batch.tokens, temperature=0.7, mask=batch.mask, support=support)
+    top_k_ids = batch.columns["top_k_ids"]
+    want = token_logprobs(
+        model, batch.tokens, temperature=0.7, mask=batch.mask, top_k_ids=top_k_ids
+    )
     for rows in (1, 2, 6):
         got = score_sequences(model, batch, temperature=0.7, rows=rows)
         np.testing.assert_allclose(got, want, atol=1e-5)

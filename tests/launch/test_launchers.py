@@ -129,7 +129,7 @@ def test_every_node_of_a_slurm_job_hears_the_words_and_its_rank(tmp_path):
 @pytest.mark.parametrize("code", [1, 2, LOST, 137, 143])
 def test_a_slurm_job_says_what_a_process_that_died_could_not(code, tmp_path):
     _, done = launched(tmp_path, "launch/slurm.sh", "--config", "x.py", code=code)
-    died = "A process died (exit status 137): the same command goes on from the last checkpoint.\n"
+    died = "A process died (exit status 137): the same command resumes from the last checkpoint.\n"
     again = "queued again\n"
     said = {LOST: again, 137: died + again}.get(code, "")
     assert (done.returncode, done.stderr) == (code, said)

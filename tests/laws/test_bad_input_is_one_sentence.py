@@ -213,7 +213,7 @@ def test_a_dry_run_says_what_a_run_would_say_and_writes_nothing(name, place, loa
 
 
 def test_a_dry_run_says_that_it_has_checked_and_where_a_run_would_go_on(place, capsys):
-    for step, said in ((0, "a run would begin in"), (1, "a run would go on from step 1 in")):
+    for step, said in ((0, "a run would begin in"), (1, "a run would resume from step 1 in")):
         if step:
             place.finished()
         before = snapshot(place.folder)

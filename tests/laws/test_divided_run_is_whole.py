@@ -100,7 +100,7 @@ def test_a_kill_while_samples_are_drawn_ahead_elsewhere_changes_nothing(place, r
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
     code, out, errors = two(place, killed.name, ranks, checkpoint__every=1, **LAGGED)
-    assert code == 0 and "Going on from step" in out, errors
+    assert code == 0 and "Resuming from step" in out, errors
     assert lines(whole / "samples.jsonl") == lines(killed / "samples.jsonl")
     weights = [load_file(run / "policy" / "model.safetensors") for run in (whole, killed)]
     for name, weight in weights[0].items():

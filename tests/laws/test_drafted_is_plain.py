@@ -165,7 +165,7 @@ def test_samples_of_a_batch_are_those_of_a_batch_of_their_temperature(
             alone = uniform[sample.sample_id]
             assert sample.tokens == alone.tokens
             np.testing.assert_allclose(sample.logprobs, alone.logprobs, atol=1e-5)
-            np.testing.assert_array_equal(sample.support, alone.support)
+            np.testing.assert_array_equal(sample.top_k_ids, alone.top_k_ids)
 
 
 def test_samples_of_a_request_have_temperatures_of_their_own(target, drafter, plain_text):

@@ -15,8 +15,8 @@ from places import ROOT
 from rlhf_jax.config import default
 from rlhf_jax.generation import drafting
 from rlhf_jax.generation.speculative import protocol
-from rlhf_jax.runtime.extensions import Table, is_of_file
-from rlhf_jax.setup.opened import register_own
+from rlhf_jax.runtime.extensions import Registry, is_of_file
+from rlhf_jax.setup.run_spec import register_own
 
 OWN = """
 import dataclasses
@@ -162,7 +162,7 @@ def test_a_killed_run_goes_on_with_the_same_file_or_is_allowed_another(tmp_path)
     assert "checkpoint.allow_changes=True" in refused.stderr
     done = run([*shorter, "--config.checkpoint.allow_changes=True"])
     assert done.returncode == 0, done.stderr
-    assert "Going on from step" in done.stdout
+    assert "Resuming from step" in done.stdout
     heard = tiny_run.lines(tmp_path / "run" / "lines.jsonl")
     assert [row["step"] for row in heard] == list(range(len(heard)))
 
@@ -233,7 +233,9 @@ def test_a_drafter_of_a_file_is_registered_once_however_many_runs_name_it(tmp_pa
 
 def test_a_table_reads_a_file_once_it_is_asked_for(tmp_path):
     (tmp_path / "a.py").write_text("one = 1\n")
-    table: Table[int] = Table("key", lambda found: "" if found == 1 else "is not one", {"two": 2})
+    table: Registry[int] = Registry(
+        "key", lambda found: "" if found == 1 else "is not one", {"two": 2}
+    )
     assert table["two"] == 2 and is_of_file("a.py:one") and not is_of_file("a:one")
     assert table[f"{tmp_path}/a.py:one"] == 1 == float(jnp.ones(()))
     with pytest.raises(KeyError):

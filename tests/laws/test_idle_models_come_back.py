@@ -11,7 +11,7 @@ from rlhf_jax.inference.scoring import ScoringSettings, score
 from rlhf_jax.mesh import Layout, make_mesh
 from rlhf_jax.models.shardings import model_shardings
 from rlhf_jax.models.transformer import init
-from rlhf_jax.placement.transfer import fetched, put_aside
+from rlhf_jax.placement.transfer import fetched, offload
 from rlhf_jax.runtime.compilation import compile_only, shapes
 from rlhf_jax.sequences.packing import Extent
 from rlhf_jax.types import Model, ModelConfig
@@ -33,7 +33,7 @@ def kinds(model: Model) -> set[str | None]:
 
 
 def test_a_model_comes_back_as_it_was(model):
-    aside = put_aside(model)
+    aside = offload(model)
     assert kinds(aside) == {"pinned_host"} and kinds(model) == {"device"}
     back = fetched(aside)
     for one, other in zip(jax.tree.leaves(model), jax.tree.leaves(back), strict=True):
@@ -47,7 +47,7 @@ def test_a_reference_scores_from_where_it_waits(model, layout):
     texts = responses_of(rows=4, slots=16, vocabulary=64)
     settings = ScoringSettings({"reference": layout}, temperature=1.0, extent=Extent(4))
     wanted, _ = score(texts, {"reference": model}, settings)
-    aside = {"reference": put_aside(model)}
+    aside = {"reference": offload(model)}
     score(texts, shapes(aside), settings, execute=compile_only)
     found, _ = score(texts, aside, settings)
     name = "reference_logprobs"

@@ -18,7 +18,7 @@ from rlhf_jax.losses.advantages import ESTIMATORS, EstimatorConfig
 from rlhf_jax.losses.kl import token_rewards
 from rlhf_jax.models.transformer import forward, init, logits
 from rlhf_jax.sequences.batch import Sequences
-from rlhf_jax.training.importance import weigh_advantages
+from rlhf_jax.training.importance import truncated_importance_sampling
 from rlhf_jax.training.optimizer import make_optimizer
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import ModelConfig
@@ -125,7 +125,7 @@ def learn(name: str, seed: int, lag: int = 0, every: int = 5) -> list[float]:
         rollout = ahead if lag and ahead else drawn
         experience = experience_of(models, rollout, name)
         if lag:
-            experience, _ = weigh_advantages(experience.on_host(), UPDATE.lag_clip)
+            experience, _ = truncated_importance_sampling(experience.on_host(), UPDATE.lag_clip)
             ahead = drawn
         models, _ = update(models, experience, optimizers, UPDATE)
         if (step + 1) % every == 0:

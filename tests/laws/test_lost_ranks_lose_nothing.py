@@ -38,7 +38,7 @@ RUN = {
     "generation__max_rows": 4,
     "generation__min_rows": 4,
 }
-AGAIN = "the same command goes on from the last checkpoint."
+AGAIN = "the same command resumes from the last checkpoint."
 KINDS = ("compiling", "generation", "move", "inference", "training", "saving")
 IN_CI = (7,)  # moments
 
@@ -227,14 +227,18 @@ def test_a_library_that_ends_a_process_is_named_with_the_file_of_its_words():
 @pytest.mark.parametrize(
     ("verdict", "away", "said"),
     [
-        (Verdict(unheard=(2, 3)), 0, {0: "ranks 2 and 3 are gone", 1: "", 2: "rank 2 itself was"}),
+        (Verdict(unheard=(2, 3)), 0, {0: "ranks 2 and 3 are gone", 1: "", 2: "rank 2 itself sent"}),
         (Verdict(unheard=(0,)), 0, {1: "rank 0 is gone (no heartbeat for 10 s)", 2: ""}),
         (
             Verdict(unheard=(1,)),
             40,
             {0: "rank 0 itself stood", 1: "rank 1 itself stood still for 40.0"},
         ),
-        (Verdict(unheard=(1,)), 0, {0: "rank 1 is gone", 1: "rank 1 itself was not heard", 2: ""}),
+        (
+            Verdict(unheard=(1,)),
+            0,
+            {0: "rank 1 is gone", 1: "rank 1 itself sent no heartbeat", 2: ""},
+        ),
         (Verdict(closed=True), 0, {1: "rank 0 is gone (the connection has closed)", 2: ""}),
         (Verdict(closed=True), 40, {1: "rank 1 itself stood still", 2: "rank 2 itself stood"}),
         (Verdict(), 0, {1: "rank 0 is gone (no answer within 10 s)", 2: "rank 0 is gone"}),
@@ -285,7 +289,7 @@ def test_ranks_with_other_heartbeats_are_refused(place):
     codes, errors = ranks_of("ranks.py", "unlike", devices=1)
     assert codes == [2, 2], errors
     assert "heartbeat_seconds is 6 on rank 1 and 5 on rank 0: give all the same." in errors[1]
-    assert "Ended with rank 1, whose last words say why." in errors[0]
+    assert "Ended with rank 1, whose last message has the reason." in errors[0]
 
 
 class Proxy:

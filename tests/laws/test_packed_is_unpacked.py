@@ -131,8 +131,10 @@ def test_scores_are_those_of_each_sample_by_itself(tiny, top_k):
     model = init(jax.random.key(0), tiny)
     batch = grouped(tiny.vocab_size, top_k=top_k)
     found = score_sequences(model, batch, temperature=0.7, rows=12)
-    support = batch.columns.get("top_k_ids")
-    alone = token_logprobs(model, batch.tokens, temperature=0.7, mask=batch.mask, support=support)
+    top_k_ids = batch.columns.get("top_k_ids")
+    alone = token_logprobs(
+        model, batch.tokens, temperature=0.7, mask=batch.mask, top_k_ids=top_k_ids
+    )
     np.testing.assert_allclose(found, alone, atol=1e-4, rtol=0)
 
 
@@ -235,7 +237,7 @@ def test_entropy_of_packed_samples_is_asked_for(tiny):
     hidden = read_packed(model, part.batch, ONE_DEVICE)
     given = (model, hidden, part.batch.targets, part.batch.mask)
     read = functools.partial(
-        head_logprobs, *given, support=None, temperature=1.0, chunk=CHUNK, layout=ONE_DEVICE
+        head_logprobs, *given, top_k_ids=None, temperature=1.0, chunk=CHUNK, layout=ONE_DEVICE
     )
     said, entropy = read(entropy=True)
     assert entropy is not None and bool(jnp.all(jnp.where(part.batch.mask, entropy > 0, True)))

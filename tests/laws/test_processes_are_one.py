@@ -136,7 +136,7 @@ def test_two_processes_take_the_step_of_one(changes, place, alone, kernels_are_i
     code, out, errors = two(place, name, **ONE_STEP | changes)
     assert code == 0, errors
     assert out.count("The trained policy is in") == 1 and re.search("processes +2", out)
-    assert ("kernels     interpret: asked for" in out) == kernels_are_interpreted
+    assert ("kernels     interpret: set in the config" in out) == kernels_are_interpreted
     assert len(lines(place / name / "samples.jsonl")) == 8
     check_alike(alone(**changes), place / name)
 
@@ -298,7 +298,7 @@ def until(workdir: Path, steps: int, process: subprocess.Popen) -> None:
 
 def check_resumed(place: Path, name: str, whole: dict) -> None:
     code, out, errors = two(place, name, **WHOLE)
-    assert code == 0 and out.count("Going on from step") == 1, errors
+    assert code == 0 and out.count("Resuming from step") == 1, errors
     for part, value in left_by(place / name).items():
         assert value == whole[part], part
 
@@ -315,7 +315,7 @@ def test_a_rank_that_dies_ends_the_others_and_loses_nothing(rank, place, whole):
         out, errors = process.communicate(timeout=100)
     assert time.monotonic() - began < 60 and not Path(f"/proc/{other}").exists()
     assert process.returncode == 137 and f"Rank {rank} died" in errors, (out, errors)
-    assert "the same command goes on from the last checkpoint" in errors
+    assert "the same command resumes from the last checkpoint" in errors
     check_resumed(place, name, whole)
 
 
@@ -331,7 +331,7 @@ def test_a_rank_that_is_asked_to_stop_stops_all(rank, place, whole):
         out,
         errors,
     )
-    assert errors.count("Stopped by SIGTERM: the same command goes on from there.") == 1
+    assert errors.count("Stopped by SIGTERM: the same command resumes from there.") == 1
     assert len(lines(place / name / "metrics.jsonl")) == 3
     check_resumed(place, name, whole)
 
@@ -350,7 +350,7 @@ def test_one_that_shares_a_slice_is_asked_to_stop_and_both_do_between_two_rounds
         out,
         errors,
     )
-    assert errors.count("Stopped by SIGTERM: the same command goes on from there.") == 1
+    assert errors.count("Stopped by SIGTERM: the same command resumes from there.") == 1
 
 
 @pytest.mark.slow

@@ -94,8 +94,8 @@ def test_stopped_and_resumed_is_uninterrupted(number, name, place, whole):
     """A signal after the third step: saved, an exit code of its own, no traceback."""
     stopped = run(place, name, f"writing:{number.name}", 2)
     assert stopped.returncode == 128 + number, stopped.stderr
-    assert "Traceback" not in stopped.stderr and "the same command goes on" in stopped.stderr
+    assert "Traceback" not in stopped.stderr and "the same command resumes" in stopped.stderr
     assert len(lines(place / name / "metrics.jsonl")) == 3
     done = run(place, name, "none", 0)
-    assert done.returncode == 0 and "Going on from step" in done.stdout, done.stderr
+    assert done.returncode == 0 and "Resuming from step" in done.stdout, done.stderr
     (check_close if name == "rounding" else check_equal)(place / name, whole[0])

@@ -64,7 +64,7 @@ def test_its_programs_are_those_of_a_critic(calls):
         critic = own.replace("judge", "critic")
         for name in names[own.rpartition("_")[2]]:
             program, other = found[own, name], found[critic, name]
-            assert program.foreseen == other.foreseen
+            assert program.predicted == other.predicted
             assert str(program.trace(program.depth).jaxpr) == str(other.trace(other.depth).jaxpr)
 
 

@@ -108,7 +108,7 @@ def test_a_preview_says_from_where_a_run_would_go_on(tmp_path, capsys):
     assert said.startswith("warning: the checkpoint of step 2 is damaged (")
     assert said.count("\n") == 1 and "would be moved aside" in said
     flip(folder / "1")
-    with pytest.raises(ValueError, match=r"No checkpoint in .* is whole"):
+    with pytest.raises(ValueError, match=r"No checkpoint in .* is valid"):
         opened(folder).preview(template)
     assert listed(folder) == before
 
@@ -307,9 +307,7 @@ def test_what_proves_no_damage_moves_nothing(tmp_path, capfd, monkeypatch, fail,
         ):
             patch.setattr("orbax.checkpoint.PyTreeCheckpointHandler.restore", fail)
             checkpoints.restore(make_state(0))
-        assert f"{said}); the checkpoint stays as it is: give the same command again" in str(
-            caught.value
-        )
+        assert f"{said}); the checkpoint stays as it is: repeat the command" in str(caught.value)
         assert "\n" not in str(caught.value)
         assert listed(tmp_path) == {"1", "2"} and capfd.readouterr() == ("", "")
         assert restore(checkpoints, make_state(0)).step == 2
@@ -344,13 +342,13 @@ def test_where_none_is_whole_nothing_is_begun_anew(tmp_path):
         flip(tmp_path / "1")
         with (
             opened(tmp_path) as checkpoints,
-            pytest.raises(ValueError, match=r"No checkpoint in .* is whole"),
+            pytest.raises(ValueError, match=r"No checkpoint in .* is valid"),
         ):
             restore(checkpoints, make_state(0))
     assert listed(tmp_path) == {"damaged-1", "damaged-1-2", "damaged-1-3"}
     with (
         opened(tmp_path) as checkpoints,
-        pytest.raises(ValueError, match=r"No checkpoint in .* is whole"),
+        pytest.raises(ValueError, match=r"No checkpoint in .* is valid"),
     ):
         restore(checkpoints, make_state(0))
 

@@ -41,7 +41,7 @@ from rlhf_jax.mesh import Layout
 from rlhf_jax.models import transformer
 from rlhf_jax.models.shardings import model_shardings
 from rlhf_jax.runtime.host_memory import host_memory
-from rlhf_jax.setup import validation
+from rlhf_jax.setup import model_checks, validation
 from rlhf_jax.training.distill import DISTILLATION, student_config, student_of
 from rlhf_jax.training.gradients import accumulate
 from rlhf_jax.training.settings import TrainingSettings
@@ -200,7 +200,7 @@ def test_remat_is_settled_by_the_plan(config):
     for asked in ("on", "off"):
         config.training.remat = asked
         again, reason = estimate.settle_remat(config, parts, 1.0)
-        assert again is (asked == "on") and "training.remat asks for it" in reason
+        assert again is (asked == "on") and "training.remat is set" in reason
 
 
 def test_device_memory_is_asked_of_the_config_first(config):
@@ -249,7 +249,7 @@ def test_a_host_holds_all_its_devices_and_the_texts(config, monkeypatch):
     ):
         host.check(config, [(6, [part])], held_out=0, on_cpu=True)
     host.check(config, [(6, [part])], held_out=0)
-    reference = dataclasses.replace(part, name="reference", remedy=memory_parts.SPLIT_OR_ASIDE)
+    reference = dataclasses.replace(part, name="reference", hint=memory_parts.SPLIT_OR_OFFLOAD)
     host.check(config, [(6, [reference])], held_out=0)
     config.mesh.idle_on_host = True
     with pytest.raises(
@@ -275,7 +275,7 @@ def test_the_large_configs_are_valid_and_fit_their_devices(name, tmp_path):
     config.reward.functions = ("builtins:len",)
     config.reward.models = ("REWARD_MODEL",) * len(models.rewards)
     validation.validate(config, devices)
-    validation.validate_models(config, models)
+    model_checks.check_models(config, models)
 
 
 @pytest.mark.parametrize("name", LARGE)

@@ -43,7 +43,7 @@ def seen(run: placed_runs.Runner, monkeypatch, plan: str, **changes) -> tuple[li
     reports = []
     dispatched = []
     log = Session.log
-    hear = CallWatch.hear
+    hear = CallWatch.record
 
     def logged(self, report, state, seconds):
         reports.append((report.spans, dispatched.copy()))
@@ -55,7 +55,7 @@ def seen(run: placed_runs.Runner, monkeypatch, plan: str, **changes) -> tuple[li
         hear(self, part, result)
 
     monkeypatch.setattr(Session, "log", logged)
-    monkeypatch.setattr(CallWatch, "hear", heard)
+    monkeypatch.setattr(CallWatch, "record", heard)
     run(plan, plan=plan, **CHANGES | changes)
     shares = []
     for spans, seconds in reports[1:]:

@@ -122,9 +122,9 @@ def run_progress(console, clock, monkeypatch, steps=3):
 def test_the_time_left_leaves_out_compilers_and_counts_evaluations(capsys):
     console = screen()
     progress = consoles.Progress(4, console=console)
-    progress.finish(row(0, **{"step/seconds": 60.0}), compiling=50.0, beside=7.0)
+    progress.finish(row(0, **{"step/seconds": 60.0}), compiling=50.0, other_seconds=7.0)
     assert console.export_text(clear=False).splitlines()[-1].endswith("0:00:37"), "3 steps of 10 s"
-    progress.finish(row(1, **{"step/seconds": 8.0}), beside=7.0)
+    progress.finish(row(1, **{"step/seconds": 8.0}), other_seconds=7.0)
     assert console.export_text().splitlines()[-1].endswith("0:00:23"), "the first is left out"
 
 

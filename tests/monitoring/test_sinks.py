@@ -199,7 +199,11 @@ def test_a_run_that_was_killed_is_one_run_in_every_sink(own, tmp_path, monkeypat
     assert [row["step"] for row in heard(run)] == [0, 1], "its checkpoint was on disk"
     done = of_run(words, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Breaks failed (OSError") == 1 == done.stdout.count("hears no more")
+    assert (
+        done.stdout.count("Breaks failed (OSError")
+        == 1
+        == done.stdout.count("and gets no more of this run")
+    )
     wanted = {row["step"]: row["reward/mean"] for row in metrics.read_rows(run, "metrics")}
     assert list(wanted) == [0, 1, 2, 3, 4]
     assert [row["step"] for row in heard(run)] == [0, 1, 2, 3, 4, 5], "5: the last evaluation"

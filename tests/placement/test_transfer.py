@@ -25,8 +25,8 @@ from rlhf_jax.mesh import AXES, ROLES, Layout, abstract_mesh, make_mesh
 from rlhf_jax.models.shardings import model_shardings
 from rlhf_jax.models.transformer import init, unstack
 from rlhf_jax.placement import program, transfer
-from rlhf_jax.placement.leg import Leg, Placing
-from rlhf_jax.placement.route import find_route, traffic
+from rlhf_jax.placement.reshard_path import find_path, traffic
+from rlhf_jax.placement.reshard_step import Placing, ReshardStep
 from rlhf_jax.types import Model, ModelConfig
 
 ITEMSIZES = {"f32": 4, "bf16": 2}
@@ -96,11 +96,11 @@ def moved_bytes(monkeypatch) -> Callable[[], int]:
     programs = {}
     counts = []
 
-    def compiled(leaves, index, *, legs: tuple[Leg, ...], **options):
-        key = (legs, *options.values(), index is None)
+    def compiled(leaves, index, *, steps: tuple[ReshardStep, ...], **options):
+        key = (steps, *options.values(), index is None)
         if key not in programs:
-            programs[key] = run.lower(leaves, index, legs=legs, **options).compile()
-        counts.append(received_bytes(str(programs[key].as_text()), len(legs[0].devices)))
+            programs[key] = run.lower(leaves, index, steps=steps, **options).compile()
+        counts.append(received_bytes(str(programs[key].as_text()), len(steps[0].devices)))
         return programs[key](leaves, index)
 
     monkeypatch.setattr(program, "_run", compiled)
@@ -167,8 +167,8 @@ def test_more_moves_where_xla_has_its_way():
     model = init(jax.random.key(0), CONFIG)
     before = placed(model, lay_out(*source))
     layout = lay_out(*target)
-    recut = jax.jit(lambda tree: tree, out_shardings=model_shardings(model, layout))
-    text = str(recut.lower(before).compile().as_text())
+    change = jax.jit(lambda tree: tree, out_shardings=model_shardings(model, layout))
+    text = str(change.lower(before).compile().as_text())
     assert received_bytes(text, 8) > 1.1 * transfer.bytes_moved(before, layout).needed
 
 
@@ -304,11 +304,11 @@ def assert_few_bytes(model: Model, first: int, source: Sequence[int], target: Se
     needed = received = 0
     ends = (placings(model, 0, source), placings(model, first, target))
     for leaf, *pair in zip(jax.tree.leaves(model), *ends, strict=True):
-        route = find_route(leaf.shape, *pair)
+        path = find_path(leaf.shape, *pair)
         if first >= math.prod(source):
-            assert route.second is not None
-            pieces = sum(map(len, route.crossing))
-            assert pieces * math.prod(route.second.part_shape()) == math.prod(leaf.shape)
+            assert path.second is not None
+            pieces = sum(map(len, path.crossing))
+            assert pieces * math.prod(path.second.part_shape()) == math.prod(leaf.shape)
         counted = traffic(leaf.shape, *pair)
         needed += counted.needed
         received += counted.received
@@ -431,7 +431,7 @@ def test_a_layer_of_8b_needs_room_for_itself_alone(uncached):
     target = Layout(make_mesh(1, 1, 8, chips), "generation")
     assert source.devices.ravel().tolist() != target.devices.ravel().tolist()
     layers = weights(LLAMA_8B, source).layers
-    legs = []
+    steps = []
     given = []
     one_layer = transfer._one_layer(layers)
     ends = jax.tree.leaves(model_shardings(one_layer, target))
@@ -439,15 +439,15 @@ def test_a_layer_of_8b_needs_room_for_itself_alone(uncached):
         jax.tree.leaves(layers), jax.tree.leaves(one_layer), ends, strict=True
     ):
         placings = (transfer._placing(place, one.ndim) for place in (one.sharding, end))
-        (leg, *_) = route = find_route(one.shape, *placings)
-        assert route.second is None
+        (step, *_) = path = find_path(one.shape, *placings)
+        assert path.second is None
         by_id = {chip.id: chip for chip in chips}
-        places = np.array([by_id[number] for number in leg.devices])
-        grid = Mesh(places.reshape(*leg.recuts[0].sizes, 1), (*leg.names, "one"))
-        legs.append(leg)
-        given.append((leaf.update(sharding=NamedSharding(grid, leg.spec(stacked=True))),))
+        places = np.array([by_id[number] for number in step.devices])
+        grid = Mesh(places.reshape(*step.changes[0].sizes, 1), (*step.names, "one"))
+        steps.append(step)
+        given.append((leaf.update(sharding=NamedSharding(grid, step.spec(stacked=True))),))
     index = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(grid, PartitionSpec()))
-    options = dict(legs=tuple(legs), grid=grid, dtype=jnp.dtype(jnp.bfloat16))
+    options = dict(steps=tuple(steps), grid=grid, dtype=jnp.dtype(jnp.bfloat16))
     needed = program._run.lower(given, index, **options).compile().memory_analysis()
     assert needed is not None
     # in bfloat16, on eight chips; norms are repeated

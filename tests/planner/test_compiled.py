@@ -196,12 +196,12 @@ def assert_as_foreseen(program: CallProgram, compiled: Compiled) -> None:
     needed += sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     collectives = find_collectives(str(compiled.as_text()))
     received = sum(one.received for one in collectives)
-    foreseen = program.foreseen
-    print(f"{needed / 1e6:.1f} MB, {foreseen.bytes / 1e6:.1f} foreseen; received", end=" ")
-    print(f"{received / 1e6:.2f}, {foreseen.received / 1e6:.2f}: {collectives}")
+    predicted = program.predicted
+    print(f"{needed / 1e6:.1f} MB, {predicted.bytes / 1e6:.1f} foreseen; received", end=" ")
+    print(f"{received / 1e6:.2f}, {predicted.received / 1e6:.2f}: {collectives}")
     tolerance = UNPACKED.get(program.name, TOLERANCE)
-    assert -TOLERANCE < foreseen.bytes / needed - 1 < tolerance
-    assert received == pytest.approx(foreseen.received, rel=TOLERANCE, abs=SMALL_BYTES)
+    assert -TOLERANCE < predicted.bytes / needed - 1 < tolerance
+    assert received == pytest.approx(predicted.received, rel=TOLERANCE, abs=SMALL_BYTES)
     if program.name.endswith("step"):  # scalars alone, whatever is small
         assert {one.kind for one in collectives} <= {"all-reduce"} and received < 1e3
 

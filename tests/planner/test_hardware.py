@@ -121,5 +121,5 @@ def test_a_dry_run_without_devices_or_weights_is_a_plan(capsys):
     words = ["train", "grpo_llama31_8b:gpu", "--config.dry_run=True"]
     assert command.main(words) == 0
     said = capsys.readouterr().out
-    assert "A plan from shapes alone, as there are no weights in meta-llama" in said
+    assert "A plan computed from shapes alone, as there are no weights in meta-llama" in said
     assert "8 x device, 76 GB each" in said and "predicted" not in said

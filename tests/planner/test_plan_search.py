@@ -249,7 +249,7 @@ def test_the_command_prints_plans_and_writes_the_best(tmp_path, capsys):
             "training.microbatch_tokens is 9, and a sample may have",
         ),
         (["quickstart", "--devices", "v5e:2x2", "--out", "plan.txt"], "in a file NAME.json"),
-        (["quickstart", "--devices", "cpu:8"], "Nothing says how fast 8 x cpu"),
+        (["quickstart", "--devices", "cpu:8"], "The speed of 8 x cpu"),
         (["quickstart", "--devices", "v5e:2x2", "--network", "100"], "several nodes of GPUs, as"),
         (["quickstart", "--devices", "gpu:1x8:h100", "--network", "100"], "several nodes of GPUs"),
         (["quickstart", "--devices", "gpu:2x8:h100", "--network", "0"], "give gigabits a second"),

@@ -103,7 +103,7 @@ def test_formulas_of_each_program_are_near_its_jaxpr():
     counted = 0
     for program in programs_of(calls):
         flops = program.flops(program.trace(program.depth))
-        assert abs(program.foreseen.flops - flops) <= 0.1 * flops, program.name
+        assert abs(program.predicted.flops - flops) <= 0.1 * flops, program.name
         counted += flops > 0
     assert counted >= 5
 
@@ -122,7 +122,7 @@ def test_programs_of_a_student_that_drafts_and_learns_are_foreseen():
         program = found[name]
         traced = program.trace(program.depth)
         compiled = compile_figures(traced.lower(), program.flops(traced))
-        foreseen = program.foreseen
+        foreseen = program.predicted
         assert foreseen.flops == pytest.approx(compiled.flops, rel=0.01), name
         assert foreseen.received == pytest.approx(compiled.received, rel=0.01, abs=3e4), name
         assert foreseen.bytes == pytest.approx(compiled.bytes, rel=0.25), name
@@ -275,4 +275,4 @@ def test_what_brings_a_layer_from_three_quarters_to_a_quarter_is_foreseen(traini
     assert {one.name for one in found} == {"a layer comes", "a layer is recut"}
     for program in found:
         needed = compile_figures(program.trace(program.depth).lower(), 0.0).bytes
-        assert abs(program.foreseen.bytes / needed - 1) <= 0.15, program.name
+        assert abs(program.predicted.bytes / needed - 1) <= 0.15, program.name

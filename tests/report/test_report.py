@@ -279,7 +279,7 @@ def test_rare_strategies_count_together():
 
 def test_a_line_of_no_strategy_is_one_sentence(tmp_path):
     with pytest.raises(
-        ValueError, match=r"strategies\.jsonl: a line of step 4 lacks live; take the line away"
+        ValueError, match=r"strategies\.jsonl: a line of step 4 lacks live; remove the line"
     ):
         page(tmp_path, [row(0)], strategies=[{"step": 4}])
 
@@ -371,7 +371,7 @@ def test_the_latest_trace_is_drawn_and_a_damaged_one_named(tmp_path):
     (tmp_path / "timeline/step-000010.json").write_text('{"traceEvents": [{"ph": "X"')
     with pytest.raises(
         ValueError,
-        match=r"step-000010.json is no trace .*; take it away, and the report does without",
+        match=r"step-000010.json is no trace .*; remove it, and the report is made without it",
     ):
         write_report(tmp_path)
 

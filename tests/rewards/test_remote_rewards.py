@@ -80,7 +80,7 @@ ANSWERS = {
     "a pause that is over": ([(503, {"Retry-After": "in -9"}, ""), FINE], [0.0], 3.0),
     "a pause of nonsense": ([(429, {"Retry-After": "soon"}, ""), FINE], [0.5], 3.0),
     "a negative pause": ([(429, {"Retry-After": "-5"}, ""), FINE], [0.5], 3.0),
-    "too long a pause": ([(429, {"Retry-After": "3600"}, "")], [], "wants 3600 s of pause"),
+    "too long a pause": ([(429, {"Retry-After": "3600"}, "")], [], "requests 3600 s of pause"),
     "missing": ([(404, {"Retry-After": "1"}, "gone")], [], "answered 404 'gone'"),
     "moved here": ([(307, {"Location": "/other"}, ""), FINE], [], 3.0),
     "moved for good": ([(308, {"Location": SAME}, ""), FINE], [], 3.0),
@@ -103,7 +103,7 @@ def test_a_server_is_asked_as_its_answers_say(name, served, monkeypatch):
 
     monkeypatch.setattr(remote.asyncio, "sleep", sleep)
     Server.script[:] = script
-    asked = remote.ask(f"{served}/reward", {"a": 1}, {"X-Key": "secret"}, 3)
+    asked = remote.post_json(f"{served}/reward", {"a": 1}, {"X-Key": "secret"}, 3)
     if isinstance(right, str):
         with pytest.raises(ValueError) as caught:
             asyncio.run(asked)
@@ -121,8 +121,8 @@ def repr_of(asked):
 
 def test_a_server_that_is_not_there_is_a_failure(monkeypatch):
     monkeypatch.setattr(remote, "FIRST_PAUSE", 0.0)
-    with pytest.raises(ValueError, match="could not be asked"):
-        asyncio.run(remote.ask("http://127.0.0.1:9/none", {}, {}, 1))
+    with pytest.raises(ValueError, match="could not be reached"):
+        asyncio.run(remote.post_json("http://127.0.0.1:9/none", {}, {}, 1))
 
 
 # An answer of a judge, and the grade that a reader finds in it; None where nobody can tell.

@@ -258,7 +258,7 @@ def test_a_call_that_cannot_be_sent_fails_alone(place, monkeypatch):
         scores = pool(responses("fine", "x" * 10_000, "fine"))
         assert list(pool(responses("x" * 10_000)).failures) == [0]
     assert list(scores.failures) == [1]
-    assert scores.failures[1].startswith("could not be asked (A message of 10,")
+    assert scores.failures[1].startswith("could not be reached (A message of 10,")
 
 
 def test_means_of_the_largest_rewards_are_finite():

@@ -294,7 +294,7 @@ def test_a_checkpoint_can_be_exported(arguments, tmp_path, one_device, capsys):
     assert "There is no checkpoint of step 1" in capsys.readouterr().err
     left = [(run / f"{name}.jsonl").read_bytes() for name in ("metrics", "evaluations")]
     assert launch["main"](words) == 0
-    assert "All steps are done: raise steps to go on from 3" in capsys.readouterr().out
+    assert "All steps are done: raise steps to resume from 3" in capsys.readouterr().out
     assert [(run / f"{name}.jsonl").read_bytes() for name in ("metrics", "evaluations")] == left
 
 
@@ -334,7 +334,7 @@ def test_an_error_loses_no_step(arguments, tmp_path, one_device, monkeypatch, ca
     )
     assert (tmp_path / "run" / "checkpoints" / "2").is_dir()
     assert launch["main"](arguments(**changes)) == 0
-    assert "Going on from step 2" in capsys.readouterr().out
+    assert "Resuming from step 2" in capsys.readouterr().out
     assert lines(tmp_path / "run" / "samples.jsonl") == lines(tmp_path / "whole" / "samples.jsonl")
 
 

@@ -214,7 +214,7 @@ def test_a_run_goes_on_elsewhere_as_if_it_had_never_moved(url, tmp_path, monkeyp
     run(tmp_path / "here", 3)
     run(url, 1)
     move_to(monkeypatch, tmp_path / "two")
-    assert f"Going on from step 1, saved in {url}/checkpoints" in run(url, 3)
+    assert f"Resuming from step 1, saved in {url}/checkpoints" in run(url, 3)
     for name in ("samples.jsonl", "policy/model.safetensors"):
         own = (tmp_path / "bucket" / "run" / name).read_bytes()
         assert own == (tmp_path / "here" / name).read_bytes(), name

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rlhf_jax.runtime.watchdog import Beat, Seen, Watchdog, look, spoken
+from rlhf_jax.runtime.watchdog import Beat, Seen, Watchdog, format_duration, look
 
 
 def story(beats, until, seconds=300.0):
@@ -73,7 +73,7 @@ def test_a_new_silence_starts_anew():
     ],
 )
 def test_durations_are_read_aloud(seconds, text):
-    assert spoken(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def test_the_thread_says_it_while_the_phase_stands_still_and_at_once_when_it_moves():

@@ -18,8 +18,8 @@ from tiny_run import lines
 from rlhf_jax import iteration
 from rlhf_jax.config import default
 from rlhf_jax.models.files.source import open_source
-from rlhf_jax.setup import opened
-from rlhf_jax.setup.opened import _open_dated
+from rlhf_jax.setup import run_spec
+from rlhf_jax.setup.run_spec import _open_dated
 
 DATED = "Today: {{ strftime_now('%d %b %Y %X') }} " + tiny_run.TEMPLATE
 YESTERDAY = datetime.date(2026, 3, 1)
@@ -47,7 +47,7 @@ def clock(monkeypatch):
     def show(day: datetime.date) -> None:
         read = datetime.date.fromisoformat
         shown = types.SimpleNamespace(today=lambda: day, fromisoformat=read)
-        monkeypatch.setattr(opened, "datetime", types.SimpleNamespace(date=shown))
+        monkeypatch.setattr(run_spec, "datetime", types.SimpleNamespace(date=shown))
 
     return show
 
@@ -79,7 +79,7 @@ def test_a_run_that_goes_on_tomorrow_has_the_prompts_of_its_first_day(
     assert launch["main"](command()) == 2
     clock(TODAY)
     assert launch["main"](command()) == 0, capsys.readouterr().err
-    assert "Going on from step 1" in capsys.readouterr().out
+    assert "Resuming from step 1" in capsys.readouterr().out
     found = [lines(tmp_path / name / "samples.jsonl") for name in ("whole", "run")]
     assert found[0] == found[1] and len(found[0]) == 32
     assert saved_date(tmp_path / "run") == saved_date(tmp_path / "whole") == "2026-03-01"

@@ -28,14 +28,14 @@ from rlhf_jax.generation.ahead import SamplesAhead, restore_samples
 from rlhf_jax.generation.requests import Request, Sample, as_sequences
 from rlhf_jax.memory import estimate
 from rlhf_jax.placement.presets import plan_of
-from rlhf_jax.runtime.beside import Abandoned, WorkBeside
+from rlhf_jax.runtime.background import Abandoned, BackgroundTask
 from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.session import Session
 from rlhf_jax.setup import generation_checks
-from rlhf_jax.setup.opened import date_of_run, prepare, register_own
+from rlhf_jax.setup.run_spec import date_of_run, prepare, register_own
 from rlhf_jax.sources import rollouts
 from rlhf_jax.sources.ahead import RolloutsAhead, samples_ahead
-from rlhf_jax.training.importance import importance_weights, weigh_advantages
+from rlhf_jax.training.importance import importance_weights, truncated_importance_sampling
 from rlhf_jax.types import ModelConfigs
 
 launch = runpy.run_path(str(ROOT / "launch" / "train.py"), run_name="launch")
@@ -64,7 +64,7 @@ def test_weights_are_the_ratio_and_at_most_the_clip():
     weights = importance_weights(now, sampled, mask, clip=2.0)
     assert weights.dtype == np.float32
     np.testing.assert_allclose(weights, [[0.2, 2.0, 2.0], [1.0, 1.0, 1.0]], rtol=1e-6)
-    weighed, metrics = weigh_advantages(experience(sampled, now, mask), clip=2.5)
+    weighed, metrics = truncated_importance_sampling(experience(sampled, now, mask), clip=2.5)
     assert weighed.columns["advantages"][:, 1:] == pytest.approx(
         np.where(mask, [[0.2, 2.0, 2.5], [1, 0, 1]], 0)
     )
@@ -86,7 +86,7 @@ def test_weights_are_one_where_nothing_moved():
     logprobs = np.random.default_rng(0).normal(-3, 2, (4, 7)).astype(np.float32)
     mask = np.random.default_rng(1).random((4, 7)) < 0.7
     for clip in (1.0, 2.0):
-        weighed, metrics = weigh_advantages(experience(logprobs, logprobs, mask), clip)
+        weighed, metrics = truncated_importance_sampling(experience(logprobs, logprobs, mask), clip)
         assert (weighed.columns["advantages"][:, 1:] == mask).all()
         assert metrics == {"lag/kl": 0.0, "lag/weight": 1.0, "lag/truncated": 0.0}
 
@@ -94,7 +94,9 @@ def test_weights_are_one_where_nothing_moved():
 def test_of_no_token_there_is_nothing_to_weigh():
     logprobs = np.zeros((2, 3), np.float32)
     nothing = np.zeros((2, 3), bool)
-    weighed, metrics = weigh_advantages(experience(logprobs, logprobs - 1, nothing), clip=2.0)
+    weighed, metrics = truncated_importance_sampling(
+        experience(logprobs, logprobs - 1, nothing), clip=2.0
+    )
     assert metrics == {"lag/kl": 0.0, "lag/weight": 1.0, "lag/truncated": 0.0}
     assert not weighed.columns["advantages"].any()
 
@@ -115,7 +117,7 @@ def test_samples_ahead_are_in_the_checkpoint_as_they_are(top_k):
             [],
             tokens=draw.integers(0, 99, length).tolist(),
             logprobs=draw.normal(size=length).astype(np.float32).tolist(),
-            support=list(draw.integers(0, 99, (length, top_k)).astype(np.int32)) if top_k else [],
+            top_k_ids=list(draw.integers(0, 99, (length, top_k)).astype(np.int32)) if top_k else [],
         )
         for request, lengths in zip(requests, [(3, 1), (9, 4)], strict=True)
         for sample_id, length in zip(request.sample_ids, lengths, strict=True)
@@ -138,7 +140,7 @@ def test_work_beside_reports_to_the_thread_that_waits():
         report(threading.current_thread() is not threading.main_thread())
         return "done"
 
-    with WorkBeside(work, "a test") as beside:
+    with BackgroundTask(work, "a test") as beside:
         assert begun.wait(10)
         assert beside.result(heard.append) == "done"
     assert set(heard) <= {True}
@@ -157,7 +159,7 @@ def test_work_beside_ends_where_nobody_waits():
             ended.append("abandoned")
             raise
 
-    with pytest.raises(KeyError), WorkBeside(work, "a test"):
+    with pytest.raises(KeyError), BackgroundTask(work, "a test"):
         assert began.wait(10)
         raise KeyError("the caller's own")
     assert ended == ["abandoned"]
@@ -167,7 +169,7 @@ def test_what_work_beside_raises_is_raised_where_it_is_asked_for():
     def work(report):
         raise OSError("gone")
 
-    with WorkBeside(work, "a test") as beside:
+    with BackgroundTask(work, "a test") as beside:
         with pytest.raises(OSError, match="gone"):
             beside.result(lambda report: None)
         with pytest.raises(OSError, match="gone"):
@@ -252,7 +254,7 @@ def test_samples_are_one_update_behind_and_replayed(run):
         asked = session.start(state)
         source = asked.source
         assert isinstance(source, RolloutsAhead)
-        drawn = source.draw_ahead(source.models(state), state.host, lambda report: None)
+        drawn = source.prefetch(source.models(state), state.host, lambda report: None)
         drawn = samples_ahead(drawn)
         decode = source.rewards.tokenizer.decode
         alone = [decode(sample.tokens) for sample in drawn.samples]
@@ -363,8 +365,8 @@ def test_killed_with_samples_ahead_and_resumed_is_uninterrupted(index, place, wh
 def test_a_signal_ends_the_run_once_the_samples_beside_are_there(place, whole):
     stopped = resuming.run(place, "stopped", "training:SIGHUP", 7)
     assert stopped.returncode == 128 + signal.SIGHUP, stopped.stderr
-    assert "the same command goes on" in stopped.stderr
+    assert "the same command resumes" in stopped.stderr
     written = len(lines(place / "stopped" / "metrics.jsonl"))
     done = resuming.run(place, "stopped", "none", 0)
-    assert f"Going on from step {written}" in done.stdout, done.stderr
+    assert f"Resuming from step {written}" in done.stdout, done.stderr
     resuming.check_equal(place / "stopped", whole)

@@ -477,7 +477,7 @@ CASES = {
         prepare=content("tokenizer_config.json", b'{"bos_token": 7}'),
     ),
     "chat template that writes nothing": Case(
-        "(8 rendered to no token); give others, or mend the chat template",
+        "(8 rendered to no token); give others, or correct the chat template",
         prepare=template("{% if false %}a{% endif %}"),
     ),
     "chat template is broken": Case("chat template", prepare=template("{% for m in %}")),
@@ -649,13 +649,13 @@ CASES = {
         "training.learning_rate = 0.001", {"training__learning_rate": 0.1}, finished()
     ),
     "checkpoints all damaged": Case(
-        "is whole", {"steps": 3}, finished(damage_checkpoints), OPENING
+        "is valid", {"steps": 3}, finished(damage_checkpoints), OPENING
     ),
     "checkpoints whose arrays are damaged": Case(
-        "is whole", {"steps": 3}, finished(damage_arrays), OPENING
+        "is valid", {"steps": 3}, finished(damage_arrays), OPENING
     ),
     "checkpoints without their documents": Case(
-        "is whole", {"steps": 3}, finished(remove_documents), OPENING
+        "is valid", {"steps": 3}, finished(remove_documents), OPENING
     ),
     "metrics of an earlier run damaged": Case(
         "metrics.jsonl",

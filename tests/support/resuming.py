@@ -104,7 +104,7 @@ def check_killed_and_resumed(place: Path, monkeypatch, changes: dict, moment: tu
     event, number = moment
     assert run(place, event, event, number).returncode == -9
     done = run(place, event, "none", -1)
-    assert "Going on from step 2" in done.stdout, done.stderr
+    assert "Resuming from step 2" in done.stdout, done.stderr
     check_equal(place / event, whole_run)
 
 

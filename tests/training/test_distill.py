@@ -26,7 +26,7 @@ from rlhf_jax.mesh import Layout
 from rlhf_jax.models.files.source import open_source
 from rlhf_jax.models.transformer import forward, logits
 from rlhf_jax.sequences.batch import PackedSequences, Sequences
-from rlhf_jax.setup import validation
+from rlhf_jax.setup import model_checks, validation
 from rlhf_jax.training.distill import (
     DISTILLATION,
     Distillation,
@@ -287,7 +287,7 @@ def test_a_student_is_kept_current_and_goes_on_bit_for_bit(place):
     whole, said = run(place, "whole", **ONLINE, steps=3)
     run(place, "halves", **ONLINE, steps=1)
     halves, resumed = run(place, "halves", **ONLINE, steps=3)
-    assert "kept current" in said and "Going on from step 1" in resumed
+    assert "kept current" in said and "Resuming from step 1" in resumed
     assert [line["drafter/version"] for line in whole] == [1, 2, 3]
     assert [line["drafter/policy_step"] for line in whole] == [1, 2, 3]
     assert all(line["drafter/behind"] == 0 and line["drafter/seconds"] > 0 for line in whole)
@@ -367,4 +367,4 @@ def test_a_path_that_holds_another_model_is_one_sentence(layers, path, sentence,
     config = configured(algorithm__name="distill", drafter__layers=layers)
     other = dataclasses.replace(policy.config, **({"num_layers": layers} | path))
     with pytest.raises(ValueError, match=sentence):
-        validation.validate_student(config, policy.config, other)
+        model_checks.check_student(config, policy.config, other)

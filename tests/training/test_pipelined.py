@@ -299,7 +299,7 @@ def test_inputs_that_are_kept_follow_the_schedule(deep, monkeypatch):
                 device = own.stage.settings.layout.devices.flat[0].id
                 inputs = sum(given is not None for given, _ in own.kept.values())
                 kept[device] = kept.get(device, 0) + inputs
-                there = waiting.get(device, 0) + len(own.gave) + len(own.pulled)
+                there = waiting.get(device, 0) + len(own.gave) + len(own.cotangents)
                 waiting[device] = there
             for device, count in kept.items():
                 most[device] = max(most.get(device, 0), count)

@@ -1,4 +1,4 @@
-"""Predict how many rows of a slice live after so many tokens more, and for how many seconds."""
+"""Predict the live rows of a slice by tokens to come, and the seconds they take."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ import numpy as np
 
 from rlhf_jax.generation.reallocation.length_model import CHANCES, SHARES
 
-BINS = 64  # The bins of tokens to come, of equal width, up to the horizon.
-ROUNDING = 1e-6  # The rows below which an expected number is none.
+BINS = 64  # The number of bins of tokens to come, of equal width, up to the horizon.
+ROUNDING = 1e-6  # Expected rows below this count as none.
 
-# How far a drain is looked ahead.
+# How far ahead a drain is predicted.
 
 # Chance of the outcome that the horizon reaches for every sample; by hand.
 _LIKELY = 0.75
-# Rows of all slices that may be expected to have more tokens than the horizon; by hand.
+# Expected rows of all slices beyond the horizon, at most; by hand.
 _ROWS_BEYOND = 0.1
-# Samples from which the horizon is estimated; by hand, for the time that it takes.
+# Samples from which the horizon is estimated; by hand, limits the time.
 _HORIZON_SAMPLES = 512
 # Share of a deadline by which a row must end later to count e times as much; by hand, checked by
 # benchmarks/makespan.py.
 _SOFTNESS = 0.01
-# Times that the scale of a deadline is taken from itself; it closes in a hundredfold each time.
+# Iterations of a deadline's scale; the error shrinks a hundredfold each time.
 _DEADLINE_ROUNDS = 3
-# Seconds that every deadline has at least.
+# Minimum seconds of a deadline.
 _TINY = 1e-9
-# Times as much that one row counts at most, as an exponent, so that all sums are finite.
+# Largest exponent of one row's weight, so that all sums are finite.
 _MOST_LATE = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
 class DrainForecast:
-    """Hold what slices do in each bin of tokens to come, [..., B] or more bins."""
+    """Hold the forecast of slices in each bin of tokens to come, [..., B] or more bins."""
 
-    live: np.ndarray  # rows expected
+    live: np.ndarray  # expected rows
     pace: np.ndarray  # seconds of a bin
 
     @functools.cached_property
     def over(self) -> np.ndarray:
-        """Return [..., B] seconds until each bin is over."""
+        """Return [..., B] seconds until the end of each bin."""
         return self.pace.cumsum(axis=-1)
 
     @functools.cached_property
@@ -53,7 +53,7 @@ class DrainForecast:
 
     @functools.cached_property
     def spent(self) -> np.ndarray:
-        """Return [...] seconds of the slices, and those of all their rows, summed."""
+        """Return [...] busy seconds of the slices, and those of all their rows, summed."""
         return self.seconds + np.einsum("...b,...b->...", self.live, self.pace)
 
     @functools.cached_property
@@ -62,11 +62,11 @@ class DrainForecast:
         return -np.diff(self.live, axis=-1, append=self.live.dtype.type(0))
 
     def late(self, deadline: np.ndarray | float) -> np.ndarray:
-        """Return [...] seconds by which rows put off the end of a stage that is due at a deadline.
+        """Return [...] seconds by which rows delay the end of a stage with a given deadline.
 
         A row that ends at the deadline [...] counts 1 % of it, and e times as much for each 1 %
-        that it ends later: so a row that surely ends in time weighs as one in a hundred that ends
-        5 % later does. It is the derivative of `deadline`.
+        later: a row that surely ends in time weighs as much as one in a hundred that ends 5 %
+        later. It is the derivative of `deadline`.
         """
         scale = _SOFTNESS * np.asarray(deadline, self.over.dtype)[..., None]
         later = np.exp(np.minimum(self.over / scale - 1 / _SOFTNESS, _MOST_LATE))
@@ -87,17 +87,17 @@ class DrainForecast:
 
 
 def put_off(deadline: float, late: float) -> float:
-    """Return when slices end whose rows are late by so many seconds, as `DrainForecast.late`."""
+    """Return the end of slices whose rows are late by these seconds, as in `DrainForecast.late`."""
     scale = _SOFTNESS * deadline
     return deadline + scale * float(np.log(late / scale))
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeRate:
-    """Hold bins of tokens to come, and the seconds that a row takes for one of them."""
+    """Hold bins of tokens to come, and the seconds of a row per bin."""
 
     width: float  # tokens of a bin
-    paces: np.ndarray  # [rows + 1] seconds of a bin with so many live rows; paces[0] = paces[1]
+    paces: np.ndarray  # [rows + 1] seconds of a bin by live rows; paces[0] = paces[1]
 
     @property
     def rows(self) -> int:
@@ -105,7 +105,7 @@ class DecodeRate:
         return len(self.paces) - 1
 
     def bins(self, left: np.ndarray) -> np.ndarray:
-        """Return the last bin in which a sample lives, of tokens to come in the same shape.
+        """Return the last bin in which a sample lives, for tokens to come of any shape.
 
         It is int8, and the last bin for all beyond the horizon.
         """
@@ -128,7 +128,7 @@ class DecodeRate:
         return counts.reshape(slices + 1, BINS)[1:, ::-1].cumsum(axis=1)[:, ::-1]
 
     def pace(self, live: np.ndarray) -> np.ndarray:
-        """Return the seconds of a bin with so many rows, of any shape.
+        """Return the seconds of a bin by the number of rows, of any shape.
 
         Whole numbers are exact, others are interpolated; more rows than fit take turns.
         """
@@ -138,15 +138,15 @@ class DecodeRate:
         return pace * np.maximum(live * (1 / self.rows), 1)
 
     def drain(self, live: np.ndarray) -> DrainForecast:
-        """Return what slices do that are expected to have live [..., B] rows."""
+        """Return the forecast of slices with expected live rows [..., B]."""
         return DrainForecast(live, self.pace(live).astype(live.dtype))
 
 
 def decode_rate_of(left: np.ndarray, speed: np.ndarray) -> DecodeRate:
-    """Return the bins, and their seconds, for samples that have left [n, Q] tokens to come.
+    """Return the bins and their seconds, for samples with [n, Q] tokens left.
 
-    speed [rows + 1]: tokens a second of one row, by live rows. The horizon is where hardly a row of
-    all is expected to have more, however far the limit is.
+    speed [rows + 1]: tokens per second of one row, by live rows. The horizon is the length that
+    hardly any row is expected to exceed, however far the limit is.
     """
     seen = left[:: -(-len(left) // _HORIZON_SAMPLES)]
     order = np.argsort(-seen, axis=None)
@@ -156,6 +156,6 @@ def decode_rate_of(left: np.ndarray, speed: np.ndarray) -> DecodeRate:
     horizon = float(max(expected, likely))
 
     width = max(horizon, 1.0) * (1 + 1e-9) / BINS
-    # More rows are never quicker.
+    # More rows are never faster.
     slowest = np.minimum.accumulate(np.concatenate([speed[1:2], speed[1:]]))
     return DecodeRate(width, width / slowest)

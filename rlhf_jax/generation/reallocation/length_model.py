@@ -1,8 +1,9 @@
-"""Estimate the distribution of response lengths, and of what a sample has to come.
+"""Estimate the distribution of response lengths, and the remaining length of a sample.
 
-Lengths are counted in bins. A response that was cut off at its limit says only that it would have
-been longer, so hazards are estimated (Kaplan and Meier 1958): the chance to end in a bin for those
-that reach it. Where nothing was seen a weak prior rules, by which what has come far goes far.
+Lengths are counted in bins. A response that was cut off at its limit only shows that it would have
+been longer, so hazards are estimated (Kaplan and Meier 1958): the chance to end in a bin for
+responses that reach it. Without data a weak prior applies, under which long responses tend to
+become longer.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-# The chances of the Q outcomes that stand for a distribution, in ascending order of length. They
-# are unequal because what one row of many may become rules the end of a stage.
+# The chances of the Q outcomes that represent a distribution, in ascending order of length. They
+# are unequal because the extreme outcome of one row in many determines the end of a stage.
 SHARES = np.array([0.25, 0.25, 0.2, 0.15, 0.1, 0.04, 0.008, 0.0015, 0.0004, 0.0001])
 CHANCES = SHARES.cumsum() - SHARES / 2  # The chances to end before each outcome.
 # The edges of the bins, in tokens.
@@ -24,9 +25,9 @@ _BINS = len(EDGES) - 1
 _WIDTHS = np.diff(EDGES)
 LOG_MIDDLE = np.log((EDGES[:-1] + EDGES[1:]) / 2)
 
-# Responses that the prior weighs in each bin; by hand.
+# Weight of the prior in each bin, in responses; by hand.
 _PRIOR_RESPONSES = 1.0
-# Tokens after which half of the responses have ended, by the prior; by hand.
+# Median length under the prior, in tokens; by hand.
 _PRIOR_MEDIAN = 256.0
 _PRIOR_HAZARD = 1 - (EDGES[:-1] + _PRIOR_MEDIAN) / (EDGES[1:] + _PRIOR_MEDIAN)
 
@@ -49,7 +50,7 @@ def observe(known: Lengths, lengths: np.ndarray, finished: np.ndarray) -> Length
 
 
 def faded(known: Lengths, kept: float) -> Lengths:
-    """Return the counts once the policy has moved: what was seen weighs `kept`."""
+    """Return the counts after a policy update: earlier ones are weighted by `kept`."""
     return Lengths(kept * known.ended, kept * known.cut)
 
 
@@ -63,9 +64,9 @@ def survival(known: Lengths) -> np.ndarray:
 
 
 def chance(curves: np.ndarray, tokens: np.ndarray, which: np.ndarray | None = None) -> np.ndarray:
-    """Return [n] chances that responses are longer than so many tokens [n].
+    """Return [n] chances that responses are longer than the given tokens [n].
 
-    curves [k, bins + 1]: survival, and which [n] of them holds for each response: by default one
+    curves [k, bins + 1]: survival, and which [n] of them applies to each response: by default one
     for each. Between two edges it is linear.
     """
     at = np.clip(np.searchsorted(EDGES, tokens, side="right") - 1, 0, _BINS - 1)
@@ -79,13 +80,13 @@ def remaining(
 ) -> np.ndarray:
     """Return [n, Q] tokens to come in the outcomes of `SHARES`, ascending.
 
-    curves [k, bins + 1]: survival, and which [n] of them holds for each sample; generated, limit
-    [n]: tokens of each response so far, and at most. The tokens are at least 1, and no more than
-    the limit leaves where that is 1 or more.
+    curves [k, bins + 1]: survival, and which [n] of them applies to each sample; generated, limit
+    [n]: tokens of each response so far, and at most. The results are at least 1, and at most what
+    the limit leaves if that is 1 or more.
     """
     alive = chance(curves, generated, which)
 
-    # One ascending array for all curves, so that one search serves.
+    # One ascending array for all curves, so that one search suffices.
     flat = (2.0 * np.arange(len(curves))[:, None] - curves).ravel()
     own = which[:, None]
     wanted = 2.0 * own - alive[:, None] * (1 - CHANCES)

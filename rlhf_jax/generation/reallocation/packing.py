@@ -1,9 +1,9 @@
 """Place waiting samples by length: the longest together on light slices, short ones on full slices.
 
-Samples in order of their length are cut into runs, one for each slice; from some cut on they may be
-dealt out to the slices that are left: where many must wait, long ones beside short ones wait less.
-Of all such ways the one is taken whose stage is expected to end soonest. So the less sure lengths
-are, the more evenly samples stand.
+Samples in order of length are cut into runs, one per slice; from some cut on they may be dealt out
+to the remaining slices: if many must wait, long ones next to short ones wait less. Of all such
+placements, the one with the earliest expected end of the stage is chosen. The less certain lengths
+are, the more evenly samples are spread.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from rlhf_jax.generation.reallocation.drain_model import (
     put_off,
 )
 
-# The bins in which all samples of a slice end, one after the other.
+# Bins that cover all samples of a slice, one after the other.
 _WIDE = 2 * BINS
 
-# Which ways to place all samples are compared. Each figure is by hand and bounds the host's time;
+# Which placements are compared. Each constant is by hand and limits the host's time;
 # benchmarks/makespan.py checks them together.
 
-# Groups of slices that are packed alike, at most.
+# Most groups of equally packed slices.
 _GROUPS = 16
 # Cuts of the samples in order of length, and the power by which the first are closer together.
 _CUTS = 56
@@ -37,31 +37,31 @@ _START_EVERY = 5
 _SHARERS = 10
 # Parts of a slice's rows that begin one after the other.
 _PIECES = 4
-# Deadlines that are tried where slices may be spared for inference.
+# Deadlines that are tried if slices may be spared for inference.
 _DEADLINES = 8
-# Halvings by which the deadline of a refill closes in.
+# Bisection steps for the deadline of a refill.
 _HALVINGS = 12
-# Seconds later that a first placement may end for a second that all slices and rows spare.
+# Seconds of delay of a first placement per second that all slices and rows save.
 _IDLE_PRICE = 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
 class _Ways:
-    """Hold what a slice does for each way to give it samples."""
+    """Hold the forecast of a slice for each way to give it samples."""
 
-    cuts: np.ndarray  # [C] places, all samples after the last
+    cuts: np.ndarray  # [C] positions, the last after all samples
     runs: DrainForecast  # [C (C + 1) / 2, _WIDE], samples from one cut to another, by the latter
     starts: np.ndarray  # [S] of the cuts, the last among them
     sharers: np.ndarray  # [K] slices, from none to all
-    dealt: DrainForecast  # [K, S, _WIDE], all samples from a start on, dealt out to so many
-    share: int  # slices that each one stands for
-    inference: float  # seconds of it, were all slices to do it
+    dealt: DrainForecast  # [K, S, _WIDE], all samples from a start on, dealt out to K slices
+    share: int  # slices per group
+    inference: float  # its seconds if all slices share it
 
 
 def deadline(decode_rate: DecodeRate, expected_live: np.ndarray, tokens: float) -> float:
-    """Return the seconds by which slices could do so many tokens more, none of their rows later.
+    """Return the seconds by which slices could decode `tokens` more without delaying their rows.
 
-    expected_live [slices, B]: rows that they have. Each slice is filled to the number of rows at
+    expected_live [slices, B]: their current rows. Each slice is filled to the number of rows at
     which its longest ends in time; the deadline is found by bisection.
     """
     width = decode_rate.width
@@ -87,12 +87,12 @@ def deadline(decode_rate: DecodeRate, expected_live: np.ndarray, tokens: float) 
 def place_first(
     decode_rate: DecodeRate, ends: np.ndarray, slices: int, inference: float
 ) -> tuple[list[np.ndarray], int]:
-    """Return the samples of each of so many empty slices, and how many slices do inference first.
+    """Return the samples of each of some empty slices, and the slices that do inference first.
 
-    Samples are places in ends [n, Q] (`DecodeRate.bins`), which come the longest first. inference:
-    slice seconds of it that idle slices may do until the last sample has ended, or all of them
-    after. The slices that are spared for it are the last ones. Nothing can be scored before
-    something has ended, so they decode the shortest samples first, and nothing else.
+    Samples are positions in ends [n, Q] (`DecodeRate.bins`), sorted longest first. inference: slice
+    seconds of it that idle slices may do until the last sample has ended, or all of them after. The
+    slices spared for it are the last ones. Nothing can be scored before something has ended, so
+    they first decode the shortest samples, and nothing else.
     """
     seconds, lists = _pack(decode_rate, ends, slices, inference)
     spared = sum(not len(own) for own in lists) if inference else 0
@@ -112,24 +112,24 @@ def _pack(
 ) -> tuple[float, list[np.ndarray]]:
     """Return the seconds of the stage, and the samples of each slice.
 
-    It is as if there were something to score at once. Slices are packed by groups, of which only
-    one sample in so many is looked at.
+    It assumes that scoring can start at once. Slices are packed in groups, of which only every n-th
+    sample is looked at.
     """
-    share = -(-slices // _GROUPS)  # slices of a group
+    share = -(-slices // _GROUPS)  # slices per group
     groups = -(-slices // share)
     ways = _find_ways(decode_rate, ends[::share], groups, share=share, inference=inference / slices)
-    # A first cut finds how soon all can end; the second one weighs what is late by that.
+    # A first pass finds how soon all can end; the second one weighs the rows that are late by that.
     everywhere = DrainForecast(ways.dealt.live[-1:, 0], ways.dealt.pace[-1:, 0])
     _, deadline, _ = _cut(ways, everywhere.deadline(), price=0.0)
     cuts = [_cut(ways, deadline, price=0.0)]
     if inference:
-        # Where slices are spared, all end later, but not by more than what idle slices then do.
+        # With spared slices all end later, but not by more than idle slices then do.
         later = np.linspace(0, 1, _DEADLINES) ** 3 * ways.inference
         cuts += [_cut(ways, deadline + float(more), price=1 / slices) for more in later]
     seconds, _, counts = min(cuts, key=lambda cut: cut[0])
 
-    # Each group, and all that are left, deal out the run around their own samples. Samples that
-    # look alike stay in order, as a slice prefills a prompt once.
+    # Each group, and all remaining ones, deal out the run around their own samples. Samples with
+    # equal forecasts stay in order, as a slice prefills a prompt once.
     lists = []
     at = 0
     for own, count in [*((share, count * share) for count in counts), (slices, len(ends))]:
@@ -161,8 +161,8 @@ def _find_ways(
     for part in parts:
         runs.append(np.concatenate([_begin(decode_rate, runs[-1], part[None]), none]))
 
-    # Dealt: of one of K numbers of slices, by the start of what they share, the rows [K, S, _WIDE].
-    # They take the parts [C - 1, B] from that start on, in turn.
+    # Dealt: for one of K numbers of slices, by the start of the shared samples, the rows [K, S,
+    # _WIDE]. They take the parts [C - 1, B] from that start on, in turn.
     live = np.zeros((len(sharers), len(starts), _WIDE), np.float32)
     for at, part in enumerate(parts):
         begun = np.count_nonzero(starts <= at)
@@ -203,8 +203,8 @@ def _begin(decode_rate: DecodeRate, live: np.ndarray, curves: np.ndarray) -> np.
 def _cut(ways: _Ways, deadline: float, price: float) -> tuple[float, float, list[int]]:
     """Return the seconds of a stage, of its decoding, and the samples of each of the first runs.
 
-    Minimised is by how much rows put off an end at a deadline. price: seconds that a busy slice
-    second is held to cost; `_IDLE_PRICE` chooses among equals.
+    It minimises the delay of the end by rows past a deadline. price: the cost in seconds of a busy
+    slice second; `_IDLE_PRICE` breaks ties.
     """
     slices = int(ways.sharers[-1])
     sharers = ways.sharers
@@ -219,7 +219,7 @@ def _cut(ways: _Ways, deadline: float, price: float) -> tuple[float, float, list
     least, paths = _cheapest_paths(cost, slices)
     rest_late = ways.dealt.late(deadline) * sharers[:, None]
     rest = rest_late + price_of(ways.dealt) * sharers[:, None]
-    rest[0, :-1] = np.inf  # nobody takes what is left
+    rest[0, :-1] = np.inf  # no slice takes the rest
     total = least[slices - sharers][:, ways.starts] + rest
     few, start = np.unravel_index(total.argmin(), total.shape)
 
@@ -236,7 +236,7 @@ def _cut(ways: _Ways, deadline: float, price: float) -> tuple[float, float, list
 def _cheapest_paths(cost: np.ndarray, slices: int) -> tuple[np.ndarray, list[np.ndarray]]:
     """Find the cheapest runs up to each cut, by dynamic programming over the number of runs.
 
-    cost [C, C] of a run from one cut to another. Returns [slices + 1, C] least costs of so many
+    cost [C, C] of a run from one cut to another. Returns [slices + 1, C] least costs by number of
     runs, and for each number of runs their cuts, [C, runs + 1].
     """
     cuts = np.arange(len(cost))

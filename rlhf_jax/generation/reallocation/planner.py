@@ -1,11 +1,10 @@
-"""Plan which samples are admitted where, which move, and which slices are given away.
+"""Plan which samples are admitted where, which move, and which slices are given to inference.
 
-The aim is to end a stage soonest. A slice is known by how many of its rows are expected to live
-after so many tokens more. Its end follows, as rows gain at the speed of their number. The longest
-samples rule the end of the stage, so these stand on light slices and short ones on full ones
-(`packing`); afterwards single moves correct what turns out otherwise. The end of a stage is a
-smooth maximum over all that its rows may become (`DrainForecast.deadline`), and a move gains if it
-brings that nearer.
+The aim is the earliest end of the stage. A slice is described by its expected live rows by tokens
+to come. Its end follows from the speed of rows by their number. The longest samples determine the
+end of the stage, so they go to light slices and short ones to full ones (`packing`); later, single
+moves correct deviations. The end of a stage is a smooth maximum over the outcomes of its rows
+(`DrainForecast.deadline`), and a move gains if it makes that earlier.
 """
 
 from __future__ import annotations
@@ -23,79 +22,79 @@ from rlhf_jax.generation.reallocation.drain_model import (
 )
 from rlhf_jax.generation.reallocation.length_model import SHARES
 
-WAITS = -1  # The place of a sample that has no slice.
+WAITS = -1  # The slice of a sample without one.
 
-# What a decision looks at, and what a move must gain.
+# Limits of a decision, and the least gain of a move.
 
-# Moves of a decision; by hand, checked by benchmarks/makespan.py, by which moves that cost nothing
-# would gain 0.8 % at most.
+# Moves of a decision; by hand, checked by benchmarks/makespan.py: free moves would gain at most 0.8
+# % more.
 _MOST_MOVES = 4
-# Late slices that nothing helps, after which a decision looks no further; by hand.
+# Late slices without a useful move, after which a decision stops; by hand.
 _MOST_STUCK = 4
-# Rows of a slice that is emptied to be given away; by hand.
+# Most rows of a slice that is emptied to be given away; by hand.
 _MOST_GATHERED = 8
-# Rounds of admissions of a decision, one sample a slice each; by hand.
+# Rounds of admissions of a decision, one sample per slice each; by hand.
 _ADMISSION_ROUNDS = 4
-# Rows that are tried of the late slice; by hand, for the time that it takes.
+# Rows of the late slice that are tried; by hand, limits the time.
 _ROWS_TRIED = 16
 # Slices that are tried for such a row; by hand, likewise.
 _SLICES_TRIED = 12
-# Times the seconds that a move stops its slices, that it must gain; by hand.
+# Least gain of a move, as a multiple of the seconds that it stops its slices; by hand.
 _MOVE_PRICE = 2.0
-# Share of what is late on its two slices, that a move must gain besides; by hand, checked by
+# Least additional gain, as a share of the delay on its two slices; by hand, checked by
 # benchmarks/makespan.py.
 _LEAST_GAIN = 0.15
-# Deadline of admissions over the soonest possible, for what waits; by hand.
+# Deadline of admissions over the soonest possible, for waiting samples; by hand.
 _SLACK = 1.03
 
 
 @dataclasses.dataclass(frozen=True)
 class ClusterView:
-    """Hold what is known of n unfinished samples and of the slices.
+    """Hold the state of n unfinished samples and of the slices.
 
     Tokens to come are given in the Q outcomes of `length_model.SHARES`.
     """
 
-    place: np.ndarray  # [n] int, slice of each sample, WAITS where it has none
-    left: np.ndarray  # [n, Q] tokens to come, at least a little
+    place: np.ndarray  # [n] int, slice of each sample, WAITS if it has none
+    left: np.ndarray  # [n, Q] tokens to come, above 0
     context: np.ndarray  # [n] tokens known, which a move carries
     rows: int  # row slots of a slice
     slices: int
-    # [rows + 1] tokens a second of one row when so many of its slice are live; speed[0] is unused
+    # [rows + 1] tokens per second of one row by live rows of its slice; speed[0] is unused
     speed: np.ndarray
-    move_seconds: float  # that a move stops its two slices for ...
-    token_seconds: float  # ... and more for each token of context
-    freed: np.ndarray  # [slices] bool, given to inference already, once their rows have ended
+    move_seconds: float  # fixed seconds that a move stops its two slices
+    token_seconds: float  # additional seconds per token of context
+    freed: np.ndarray  # [slices] bool, already given to inference, once their rows have ended
     unscored: float = 0.0  # tokens of finished samples that wait for inference
-    # seconds of inference a token on one slice; 0 where the stages are not fused
+    # inference seconds per token on one slice; 0 if the stages are not fused
     scoring: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Reallocation:
-    """Hold what to do now."""
+    """Hold the actions to take now."""
 
     admissions: list[tuple[int, int]]  # (sample, slice)
     moves: list[tuple[int, int]]  # (sample, to slice)
-    freed: np.ndarray  # [slices] bool, that from now on decode nothing but what they have
+    freed: np.ndarray  # [slices] bool, that get no further samples from now on
 
 
 @dataclasses.dataclass
 class _Draft:
-    """Hold a reallocation in the making: where samples are, and when slices end."""
+    """Hold a reallocation in progress: the places of samples and the ends of slices."""
 
     view: ClusterView
     decode_rate: DecodeRate
     steps: np.ndarray  # [n, Q] bin in which each outcome ends
     place: np.ndarray  # [n]
     live: np.ndarray  # [slices] rows
-    # [slices] rows for which there must be memory: those that leave still hold theirs
+    # [slices] rows that need memory: those that leave still hold theirs
     held: np.ndarray
     expected_live: np.ndarray  # [slices, B] rows expected to live in each bin
-    fixed: np.ndarray  # [n] bool, not to move: what waited, or has moved
-    deadline: float = dataclasses.field(init=False)  # these by `admit`, which comes first
+    fixed: np.ndarray  # [n] bool, not to move: samples that waited or have moved
+    deadline: float = dataclasses.field(init=False)  # these two are set by `admit`, which is first
     ends: np.ndarray = dataclasses.field(init=False)  # [slices] seconds
-    # [slices] seconds by which the rows of each put off the deadline
+    # [slices] seconds by which the rows of each delay the deadline
     late: np.ndarray = dataclasses.field(init=False)
 
     def curve(self, samples: np.ndarray) -> np.ndarray:
@@ -103,11 +102,11 @@ class _Draft:
         return self.decode_rate.curves(self.steps[samples])
 
     def drain(self, expected_live: np.ndarray) -> DrainForecast:
-        """Return what slices do that are expected to have so many rows [..., B]."""
+        """Return the forecast of slices with expected rows [..., B]."""
         return self.decode_rate.drain(expected_live)
 
     def admit(self, samples: np.ndarray, there: np.ndarray) -> None:
-        """Let samples [m] that wait stand on slices [m]."""
+        """Put waiting samples [m] on slices [m]."""
         self.place[samples] = there
         slices, which, joined = np.unique(there, return_inverse=True, return_counts=True)
         self.live[slices] += joined
@@ -120,7 +119,7 @@ class _Draft:
         self.late = drain.late(self.deadline)
 
     def move(self, sample: int, there: int) -> None:
-        """Let a sample stand on another slice; the deadline stays."""
+        """Put a sample on another slice; the deadline stays."""
         curve = self.curve(np.array([sample]))
         pair = np.array([self.place[sample], there])
         self.expected_live[pair] += curve * [[-1], [1]]
@@ -174,7 +173,7 @@ def plan_reallocation(view: ClusterView) -> Reallocation:
     if not waits:
         gathered = _gather(draft)
         empty[[view.place[sample] for sample, _ in gathered]] = True
-    # At the beginning a slice without samples is to have none.
+    # A slice without samples at the beginning stays without.
     begins = not (view.place >= 0).any()
     given |= view.freed | (empty & (view.scoring > 0) & (begins or not waits))
     admissions = list(zip(samples.tolist(), there.tolist(), strict=True))
@@ -187,7 +186,7 @@ def plan_reallocation(view: ClusterView) -> Reallocation:
 def _admissions(draft: _Draft) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Choose (samples, slices) to admit, the longest first, wherever they end in time.
 
-    The third array, [slices] bool, says which slices are to have no more.
+    The third array, [slices] bool, marks slices that get no further samples.
     """
     view = draft.view
     given = np.zeros(view.slices, bool)
@@ -206,8 +205,8 @@ def _admissions(draft: _Draft) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         samples = waiting[np.concatenate(lists)]
         return samples, open_slices.repeat([len(own) for own in lists]), given
 
-    # The seconds by which all that waits could be done: the sum of it, and its longest. Full slices
-    # will have room, too; those with least to do are the likely ones.
+    # The seconds to finish all waiting samples: their sum, and the longest. Full slices will have
+    # room, too; those with least to do are the likely ones.
     expected_live = draft.expected_live[~view.freed]
     tokens = float((view.left[waiting] @ SHARES).sum())
     lightest = np.argsort(expected_live.sum(axis=1), kind="stable")
@@ -223,8 +222,8 @@ def _refill(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Give each open slice the longest waiting sample that lets it end by the deadline.
 
-    The first slice to end chooses first, so long as there are samples, for a few rounds. Returns
-    samples and their slices.
+    The first slice to end chooses first, while there are samples, for a few rounds. Returns samples
+    and their slices.
     """
     room = draft.view.rows - draft.live
     expected_live = draft.expected_live.copy()
@@ -242,9 +241,9 @@ def _refill(
             places.append(first + int(free[first:].argmax()))
             free[places[-1]] = places[-1] == len(queue)
 
-        found = np.array(places)
-        taking = order[found < len(queue)]
-        taken = queue[found[found < len(queue)]]
+        taken_by = np.array(places)
+        taking = order[taken_by < len(queue)]
+        taken = queue[taken_by[taken_by < len(queue)]]
         there[taken] = taking
         expected_live[taking] += draft.curve(waiting[taken])
         room[taking] -= 1
@@ -259,7 +258,7 @@ def _find_firsts(
 ) -> np.ndarray:
     """Find by bisection the longest waiting sample that lets each slice end in time.
 
-    expected_live [m, B]: rows of the slices. Returns [m] places in `waiting`, its length where no
+    expected_live [m, B]: rows of the slices. Returns [m] positions in `waiting`, its length if no
     sample does.
     """
     low = np.zeros(len(expected_live), int)
@@ -276,7 +275,7 @@ def _find_firsts(
 
 
 def _moves(draft: _Draft) -> list[tuple[int, int]]:
-    """Make the moves that let least be late, by clearly more than they cost.
+    """Make the moves that reduce the delay most, by clearly more than they cost.
 
     No sample moves twice. Returns (sample, to slice) of each.
     """
@@ -295,7 +294,7 @@ def _moves(draft: _Draft) -> list[tuple[int, int]]:
 
 
 def _best_move(draft: _Draft, late: int) -> tuple[int, int] | None:
-    """Return the row of a late slice, and the slice to take it, after which both are least late.
+    """Return the row of a late slice, and the slice to take it, that minimise the delay of both.
 
     Returns None if nothing gains.
     """
@@ -308,7 +307,7 @@ def _best_move(draft: _Draft, late: int) -> tuple[int, int] | None:
     rows = _pick_evenly(draft.longest_first(rows), _ROWS_TRIED)
     takers = takers[np.lexsort((draft.ends[takers], draft.late[takers]))[:_SLICES_TRIED]]
 
-    # What a move costs counts as if the deadline were so much sooner.
+    # The cost of a move counts as an earlier deadline.
     curves = draft.curve(rows)
     deadline = draft.deadline - _MOVE_PRICE * draft.cost(rows)
     without = draft.drain(draft.expected_live[late] - curves).late(deadline)
@@ -321,7 +320,7 @@ def _best_move(draft: _Draft, late: int) -> tuple[int, int] | None:
 
 
 def _pick_evenly(places: np.ndarray, count: int) -> np.ndarray:
-    """Return at most so many of some places, the first and the last among them."""
+    """Return at most `count` of some places, evenly spaced, with the first and the last."""
     return places[np.unique(np.linspace(0, len(places) - 1, count).astype(int))]
 
 
@@ -329,11 +328,11 @@ def _pick_evenly(places: np.ndarray, count: int) -> np.ndarray:
 
 
 def _gather(draft: _Draft) -> list[tuple[int, int]]:
-    """Make the moves that empty the slice with least to do, if that gains more than it delays.
+    """Empty the slice with least to do, if that gains more than it delays.
 
-    Idle slices do inference while others decode; what they cannot do by then delays the end of the
-    stage. Where nothing waits for them they only spare the slots of rows that pad a batch, and for
-    that no row is to be slower. The draft is left with these moves, whether they gain or not.
+    Idle slices do inference while others decode; the remainder delays the end of the stage. If
+    nothing waits for them, they only save the slots of rows that pad a batch, which must not slow
+    down any row. The draft keeps these moves, whether they gain or not.
     """
     view = draft.view
     ends = draft.ends.sum()
@@ -344,7 +343,7 @@ def _gather(draft: _Draft) -> list[tuple[int, int]]:
     if len(rows) > _MOST_GATHERED or draft.fixed[rows].any():
         return []
 
-    # A few of the slices with rows and room, from the first to end on.
+    # A few of the slices with rows and room, the earliest to end first.
     may = ~view.freed & (draft.live > 0) & (draft.held < view.rows)
     may[here] = False
     takers = np.flatnonzero(may)
@@ -361,7 +360,7 @@ def _gather(draft: _Draft) -> list[tuple[int, int]]:
         draft.move(row, there)
         moves.append((row, there))
 
-    # A bin may be more than all that the rows have to come.
+    # A bin may exceed the remaining tokens of the rows.
     tokens = float(view.left[rows].max())
     pace = draft.decode_rate.paces[len(rows)]
     spared = min(ends - draft.ends.sum(), tokens / draft.decode_rate.width * pace)
@@ -370,10 +369,10 @@ def _gather(draft: _Draft) -> list[tuple[int, int]]:
 
 
 def _find_taker(draft: _Draft, row: int, takers: np.ndarray, wanted: bool) -> int | None:
-    """Return the slice of some whose rows that one delays least, the first to end of those alike.
+    """Return the slice whose rows a given row delays least; of equals the first to end.
 
-    wanted: whether the slice that the row leaves is of use for inference. Where it is not, no slice
-    takes the row that is slower for it, or that it slows. Returns None without room.
+    wanted: whether inference needs the slice that the row leaves. If not, no slice takes a row that
+    becomes slower by it or that slows others. Returns None without room.
     """
     samples = np.array([row])
     takers = takers[draft.held[takers] < draft.view.rows]

@@ -1,10 +1,10 @@
-"""Move rows with their caches from one slice to another, all of a row together.
+"""Move rows with their caches from one slice to another.
 
-`pack_rows` makes a packet of rows, `send` or `send_to_process` takes it to the other slice, and
-`unpack_rows` puts it into the state there. Only the part of the caches that holds something
-travels, rounded up to a width of its own programs. Each device flattens what it has of the rows to
-a few pieces, as each takes a while to send, however small; the device in its place on the other
-slice parts them again. Nothing is computed again, and no row that stays is touched.
+`pack_rows` makes a packet of rows, `send` or `send_to_process` transfers it to the other slice, and
+`unpack_rows` writes it into the state there. Only the used part of the caches travels, rounded up
+to a bucket width. Each device flattens its part of the rows into a few pieces, as each transfer has
+a fixed cost; the corresponding device on the other slice splits them again. Nothing is recomputed,
+and rows that stay are not touched.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from rlhf_jax.mesh import (
 )
 from rlhf_jax.types import Array
 
-# Bytes of a row in a piece, but for larger leaves: much fresh memory at once is slow on a CPU.
-# Chosen by benchmarks/moves.py.
+# Bytes of a row in a piece, except for larger leaves: allocating much memory at once is slow on a
+# CPU. Chosen by benchmarks/moves.py.
 PIECE_BYTES = 1 << 22
-# The token slots of a packet: this many, or twice, four times ... as many.
+# The token slots of a packet: this number, or twice, four times ... as many.
 _FEWEST_SLOTS = 64
-# How a piece lies on a slice: repeated over the devices that rows lie on.
+# Sharding of a piece on a slice: repeated over the devices of the rows.
 _PIECE_SPEC = PartitionSpec("slices", "tensor")
 
 
 @struct.dataclass
 class RowPacket:
-    """Hold rows that travel."""
+    """Hold rows in transfer."""
 
-    # [1, n] each: leaves of one dtype, one after the other; int32 for all but narrow floats
+    # [1, n] each: leaves of one dtype, concatenated; int32 for all but narrow floats
     pieces: tuple[jax.Array, ...]
     slots: int = struct.field(pytree_node=False)  # token slots of each row
 
 
 def width(tokens: int, slots: int) -> int:
-    """Return the token slots of a packet whose longest row has so many tokens.
+    """Return the token slots of a packet for a longest row of this many tokens.
 
     slots: those of a row of the state, which the packet does not exceed.
     """
@@ -60,7 +60,7 @@ def width(tokens: int, slots: int) -> int:
 
 
 def bytes_of(packet: RowPacket) -> int:
-    """Return the bytes that travel."""
+    """Return the bytes to transfer."""
     return sum(piece.nbytes for piece in packet.pieces)
 
 
@@ -70,8 +70,8 @@ def pack_rows(
 ) -> RowPacket:
     """Pack rows [R] int32 of a state, cut to `slots` token slots.
 
-    The rows may lie on any of the slice's devices: each gives its own, and a sum gathers R rows and
-    no more.
+    The rows may be on any of the slice's devices: each contributes its own, and a sum gathers
+    exactly R rows.
     """
 
     def give(held: DecodeState) -> tuple[jax.Array, ...]:
@@ -99,9 +99,9 @@ def unpack_rows(
 
 @functools.partial(jax.jit, static_argnames=("slots", "layout"))
 def _begins(state: DecodeState, slots: int, layout: Layout) -> list[list[jax.Array]]:
-    """Find where in its piece a row of each leaf begins, [] int32 each.
+    """Find the start of a row of each leaf in its piece, [] int32 each.
 
-    They are data, so that one kernel does for all leaves alike.
+    These are data, so that one kernel serves all leaves alike.
     """
 
     def find(held: DecodeState) -> list[list[jax.Array]]:
@@ -118,7 +118,7 @@ def _begins(state: DecodeState, slots: int, layout: Layout) -> list[list[jax.Arr
 def _put(
     state: DecodeState, packet: RowPacket, rows: Array, begins: list[list[Array]], layout: Layout
 ) -> DecodeState:
-    """Write the packet into rows of a state; begins: as `_begins` finds them."""
+    """Write the packet into rows of a state; begins: from `_begins`."""
 
     def put(held: DecodeState, pieces: tuple[Array, ...], begins: list[list[Array]]) -> DecodeState:
         own = _own(rows, held, state)
@@ -143,9 +143,9 @@ def _specs(state: DecodeState, layout: Layout) -> DecodeState:
 
 
 def _own(rows: Array, held: DecodeState, state: DecodeState) -> Array:
-    """Return where rows of a state lie in what a device holds of it.
+    """Return the local indices of rows of a state on a device.
 
-    Those of other devices lie past its end.
+    Those of other devices are past its end.
     """
     count = len(held.done)
     if count == len(state.done):
@@ -155,38 +155,38 @@ def _own(rows: Array, held: DecodeState, state: DecodeState) -> Array:
 
 
 def _shapes_out(held: DecodeState, count: int, slots: int) -> DecodeState:
-    """Return the shapes of so many rows of what a device holds of a state, cut to `slots`."""
+    """Return the shapes of some rows of a device's part of a state, cut to `slots`."""
     return jax.eval_shape(lambda held: rows_out(held, np.zeros(count, np.int32), slots), held)
 
 
 def _shares(leaves: Sequence[Array]) -> list[list[int]]:
-    """Return which leaves share a piece, by their number: of one dtype, and few bytes a row."""
-    found: dict[
+    """Return the leaves that share a piece, by number: of one dtype, and few bytes per row."""
+    by_dtype: dict[
         np.dtype, list[tuple[list[int], int]]
     ] = {}  # (leaves, bytes) of each piece, by dtype
     for one, leaf in enumerate(leaves):
         dtype = _sent_dtype(leaf)
         count = math.prod(leaf.shape[1:]) * dtype.itemsize
-        pieces = found.setdefault(dtype, [([], 0)])
+        pieces = by_dtype.setdefault(dtype, [([], 0)])
         shared, held = pieces[-1]
         if held + count > PIECE_BYTES:
             pieces.append(([one], count))
         else:
             pieces[-1] = ([*shared, one], held + count)
-    return [shared for pieces in found.values() for shared, _ in pieces if shared]
+    return [shared for pieces in by_dtype.values() for shared, _ in pieces if shared]
 
 
 def _sent_dtype(leaf: Array) -> np.dtype:
-    """Return the dtype that a leaf travels as: its own if it is a narrow float, or else int32.
+    """Return the dtype in which a leaf travels: its own if a narrow float, else int32.
 
-    So a temperature, in float32, makes no piece of its own beside caches in bfloat16.
+    So a float32 temperature needs no separate piece next to bfloat16 caches.
     """
     narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
     return leaf.dtype if narrow else jnp.dtype(jnp.int32)
 
 
 def _recast(leaf: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Return a leaf in the dtype that it travels as, or back in its own: float32 by its bits."""
+    """Bitcast a leaf to its dtype of transfer or back."""
     if jnp.float32 in (leaf.dtype, dtype):
         return jax.lax.bitcast_convert_type(leaf, dtype)
     return leaf.astype(dtype)
@@ -200,11 +200,11 @@ def send(packet: RowPacket, layout: Layout) -> RowPacket:
 def send_to_process(
     packets: Sequence[RowPacket], here: Layout, source: Layout, target: Layout
 ) -> RowPacket:
-    """Send a packet from one slice to another, of another process; both processes call this.
+    """Send a packet to a slice of another process; both processes call this.
 
-    They do so in the same order. packets: what this process has on the two slices: the one that was
-    packed, or on the target's side anything of its shape. Returns what lies on `here` afterwards,
-    which has a meaning on the target. No other device takes part.
+    They do so in the same order. packets: this process's packets on the two slices: the packed one,
+    or on the target's side any of its shape. Returns the contents of `here` afterwards, meaningful
+    on the target. No other device takes part.
     """
     devices = np.concatenate([source.devices, target.devices])
     pair = dataclasses.replace(source, mesh=Mesh(devices, AXES, axis_types=AXIS_TYPES))
@@ -213,7 +213,7 @@ def send_to_process(
 
 
 def _on(layout: Layout, *pieces: jax.Array) -> jax.Array:
-    """Return [S, n] what a layout of S slices holds of some pieces, without a copy."""
+    """Return some pieces [S, n] of a layout of S slices, without a copy."""
     devices = set(layout.devices.flat)
     shape = (len(layout.devices), *pieces[0].shape[1:])
     parts = [
@@ -235,6 +235,6 @@ def _passed(packets: RowPacket, pair: Layout) -> RowPacket:
 
 
 def _place(layout: Layout) -> NamedSharding:
-    """Return how the pieces of a packet lie on a slice."""
+    """Return the sharding of a packet's pieces on a slice."""
     assert layout.mesh is not None
     return NamedSharding(layout.mesh, _PIECE_SPEC)

@@ -1,4 +1,4 @@
-"""Speculative decoding: drafts are proposed by a drafter, verified by the target, and accepted."""
+"""Speculative decoding: a drafter proposes drafts, and the target verifies and accepts them."""
 
-# Importing the package registers the drafters that come with it, so that strategies can name them.
+# Importing the package registers its drafters, so that strategies can name them.
 from rlhf_jax.generation.speculative import drafters as drafters

@@ -1,9 +1,9 @@
-"""Spend a budget of drafts where they promise most, and verify only those, packed.
+"""Allocate a budget of drafts to the likeliest ones, and verify only those, packed.
 
-Rows draft as far as their drafts promise; K nodes a row are verified on average. All but attention
-runs on K tokens a row, whichever row they are of; attention runs on the whole grid of rows and
-nodes. A budget of drafts for all rows is AdaServe's (Li et al. 2025). Rows on one device share one,
-so that nothing crosses.
+Rows draft as far as useful; K nodes per row are verified on average. All but attention runs on K
+tokens per row, of whichever rows; attention runs on the whole grid of rows and nodes. A shared
+budget of drafts for all rows is from AdaServe (Li et al. 2025). Rows on one device share a budget,
+so that no data cross devices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlhf_jax.types import Array
 
 
 class BudgetShare(NamedTuple):
-    """Hold what each row had of a round's budget."""
+    """Hold each row's share of a round's budget."""
 
     drafts: Array  # [B] int32
     short: Array  # [B] bool: it had more drafts than the budget kept
@@ -37,7 +37,7 @@ def allocate_budget(
     nodes: int,
     layout: Layout,
 ) -> tuple[jax.Array, BudgetShare]:
-    """Keep so many of the drafts [B, N] that a row has `nodes` on average; others become -1.
+    """Keep the likeliest drafts [B, N], `nodes` per row on average; others become -1.
 
     The root of a row is one of its nodes. drafts are chains. expected_gain [CLASSES, N or more]
     float32 is the chance that a draft is accepted, by its row's class confidence[B] and its depth,
@@ -62,11 +62,10 @@ def allocate_budget(
 
 
 class Packing(NamedTuple):
-    """Say where verified nodes stand: `source` by packed token, `place` by node of the grid."""
+    """Hold the places of verified nodes: `source` by packed token, `place` by grid node."""
 
-    source: Array  # [D, B/D * K] int32 place in the grid, for D devices that rows lie on
-    # [D, B/D * (N+1)] int32 place among the packed; that of the node before it where a node is not
-    # verified.
+    source: Array  # [D, B/D * K] int32 place in the grid, for D devices of rows
+    # [D, B/D * (N+1)] int32 place among the packed; for an unverified node that of an earlier one.
     place: Array
     rows: int
 
@@ -77,8 +76,8 @@ class Packing(NamedTuple):
     def unpack(self, packed: Array) -> jax.Array:
         """Spread [B, K, ...] over the grid, [B, N+1, ...].
 
-        Nodes that are not verified have the values of an earlier one of their own row. For the root
-        of a row is verified, but where a row is done and reads nothing.
+        Unverified nodes have the values of an earlier one of their own row, as the root of a row is
+        verified unless the row is done, which reads nothing.
         """
         return self._take(packed, self.place)
 

@@ -1,9 +1,9 @@
-"""Accept drafts by rejection: the text follows the target's distribution whatever is proposed.
+"""Accept drafts by rejection: the text follows the target's distribution for any drafts.
 
-A higher acceptance than the replayable draw of `sampling` gives, at the price that the text depends
-on the drafts. Siblings are tried in rank order, drawn without replacement from the drafter's
-distribution (as `sampling.rank` draws them), each against what the earlier ones left of the two
-distributions.
+Acceptance is higher than by the replayable draw of `sampling`, but the text depends on the drafts.
+Siblings are tried in rank order, drawn without replacement from the drafter's distribution (as
+`sampling.rank` draws them), each against the remainder of the two distributions after the earlier
+ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RESIDUAL_LEVELS = (2, 3)  # The noise levels of the draw that ends the path.
 
 
 class _Walk(NamedTuple):
-    """Hold the walk down the tree: the last accepted node, what is left there, what was emitted."""
+    """Hold the walk down the tree: the last accepted node, what remains there, the output."""
 
     node: Array  # [B] int32
     target: Array  # [B, V] log-probabilities of the target at `node`
@@ -73,7 +73,7 @@ def accept(
         )
 
     def visit(walk: _Walk, node: Array) -> tuple[_Walk, None]:
-        """Try one node in every row where it is a child of the last accepted node."""
+        """Try one node in every row in which it is a child of the last accepted node."""
         token = tokens[:, node]
         parent = tree.parents[:, node]
         tried = (parent == walk.node) & (tree.depth[:, node] > 0) & (token >= 0)
@@ -134,7 +134,7 @@ def _reject(walk: _Walk, token: Array, where: Array) -> _Walk:
         mass = jax.nn.logsumexp(proposal, -1, keepdims=True)
         proposal = proposal - jnp.where(mass > -jnp.inf, mass, 0.0)
     total = jnp.sum(left, -1, keepdims=True)
-    # Nothing is left only by rounding, where p and q agree: then p stays.
+    # Nothing is left only by rounding, if p and q agree: then p stays.
     residual = jnp.where(total > 0, left / total, walk.residual)
     return _choose(where, walk._replace(residual=residual, proposal=proposal), walk)
 

@@ -1,4 +1,4 @@
-"""Bring a round's results to the host: one array, for each transfer has a price of its own."""
+"""Copy a round's results to the host as one array, since each transfer has a fixed cost."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rlhf_jax.types import Array, Emission
 
 
 class Results(NamedTuple):
-    """Hold what a round leaves for the host."""
+    """Hold a round's results for the host."""
 
     emission: Emission
-    confidence: Array | None  # [B] int8, of its own drafts, where the drafter does not search
+    confidence: Array | None  # [B] int8, of its own drafts, if the drafter does not search
     budget_share: BudgetShare | None  # of a round with a budget of drafts
-    hindsight: dict[str, Hindsight]  # by name, of the drafters that search, where somebody asks
+    hindsight: dict[str, Hindsight]  # by name, of the drafters that search, if requested
 
 
 @functools.partial(jax.jit, static_argnames=("layout",))
@@ -42,7 +42,7 @@ def as_words(results: Results, layout: Layout = ONE_DEVICE) -> jax.Array:
 
 
 def from_words(words: np.ndarray, results: Results) -> Results:
-    """Return the results that `as_words` joined, as host arrays; of `results` it reads shapes.
+    """Split what `as_words` joined into host arrays, with the shapes of `results`.
 
     Whole numbers are int32, however small they were.
     """

@@ -1,4 +1,4 @@
-"""Play one round of speculative decoding: draft, verify, accept, commit, and look back.
+"""Run one round of speculative decoding: draft, verify, accept, commit, and look back.
 
 Plain decoding is the round with no drafts. A round changes only rows that are not done.
 """
@@ -51,7 +51,7 @@ def speculative_round(
     looks_back: bool = False,
     expected_gain: np.ndarray | None = None,
 ) -> tuple[DecodeState, Results, jax.Array]:
-    """Draft by `strategy`, verify, accept, commit and, if asked, look back.
+    """Draft by `strategy`, verify, accept, commit and optionally look back.
 
     Returns the state, the results, and these once more for the host (`as_words`).
 
@@ -120,12 +120,12 @@ def run_round(
     verified: int = 0,
     layout: Layout = ONE_DEVICE,
 ) -> tuple[DecodeState, Emission]:
-    """Verify, accept and commit drafts [B, N] (-1: none): return the state and what it emitted.
+    """Verify, accept and commit drafts [B, N] (-1: none): return the state and the emitted tokens.
 
     One program per (row bucket, node bucket): the tree is data. `draft_logits` [B, N+1, V] are a
     draft model's at each node, read by rejection only (None: the drafts are points). `rule` is
-    'replayable' or 'rejection'. `verified`: nodes a row, on average, that are packed for the
-    target, where drafts were left out for that (`allocate_budget`); 0: all. `state` is donated.
+    'replayable' or 'rejection'. `verified`: average nodes per row packed for the target, if a
+    budget dropped drafts (`allocate_budget`); 0: all. `state` is donated.
     """
     root = jnp.take_along_axis(state.tokens, (state.length - 1)[:, None], axis=1)
     nodes = jnp.concatenate([root, drafts], axis=1)
@@ -152,7 +152,7 @@ def run_round(
 
     path = trees.path_to(tree, last)
     depth = jnp.take_along_axis(tree.depth, last[:, None], axis=1)[:, 0]
-    emission = emit(state, path, Draw(token, logprob, drawn.support), depth, stop_tokens)
+    emission = emit(state, path, Draw(token, logprob, drawn.top_k_ids), depth, stop_tokens)
     state = commit(state, window, path, emission, layout=layout)
     return pin_rows(state, layout), pin_rows(emission, layout)
 
@@ -168,10 +168,10 @@ def verify(
     layout: Layout,
     packing: Packing | None = None,
 ) -> tuple[Draw, Array | None, Window]:
-    """Call the target once, over nodes [B, N+1] of every row or those that are packed.
+    """Call the target once, over nodes [B, N+1] of every row or the packed ones.
 
-    Returns its own draw at every node, its logits [B, N+1, V] float32, None where the rule does not
-    read them, and the window to commit from.
+    Returns its own draw at every node, its logits [B, N+1, V] float32 (None if the rule does not
+    read them), and the window to commit from.
 
     Node 0 is the root, the others are drafts. The draw at a node of depth d decides the token at
     position length + d, with that position's noise and the row's temperature.
@@ -204,7 +204,7 @@ def verify(
 
 
 def streams_head(layout: Layout, truncation: Truncation, rule: str) -> bool:
-    """Say whether a round does without logits: a kernel draws from the hidden states.
+    """Return whether a round avoids logits: a kernel draws from the hidden states.
 
     Truncation and rejection need all logits of a node at once.
     """
@@ -218,7 +218,7 @@ def streams_head(layout: Layout, truncation: Truncation, rule: str) -> bool:
 def emit(
     state: DecodeState, path: Array, draws: Draw, depth: Array, stop_tokens: tuple[int, ...]
 ) -> Emission:
-    """Return what a row gains along path [B, N+1] of depth [B], cut at a stop token or the limit.
+    """Return a row's new tokens along path [B, N+1] of depth [B], cut at a stop token or the limit.
 
     draws are those after each node, [B, N+1].
     """
@@ -229,11 +229,13 @@ def emit(
     to_stop = jnp.where(stops.any(1), first_stop, path.shape[1] + 1)
     count = jnp.minimum(jnp.minimum(depth + 1, to_stop), state.limit - state.length)
     count = jnp.where(state.done, 0, count)
-    support = draws.support
+    top_k_ids = draws.top_k_ids
     return Emission(
         tokens=tokens,
         logprobs=jnp.take_along_axis(draws.logprob, path, axis=1),
-        support=None if support is None else jnp.take_along_axis(support, path[..., None], axis=1),
+        top_k_ids=None
+        if top_k_ids is None
+        else jnp.take_along_axis(top_k_ids, path[..., None], axis=1),
         count=count,
         accepted=jnp.minimum(depth, count),
         path=path,

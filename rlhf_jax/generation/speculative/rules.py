@@ -1,4 +1,4 @@
-"""Say what each rule of acceptance needs of the drafts, their noise and the target."""
+"""Define the acceptance rules: their requirements on drafts, noise and target."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class AcceptanceRule:
-    """Describe how drafts are accepted, by what the rest of the system must know of it."""
+    """Describe an acceptance rule, as far as the rest of the system depends on it."""
 
     name: str
     # Whether the text depends on the drafts, and not on the noise alone. Then a draft must not
-    # depend on the noise that accepts it, or the law is biased: so no sample has the noise of a
-    # text that somebody may draft from (`requests` gives it another, `generate` refuses it), its
-    # earlier text cannot be replayed, and no rank in a drafter's draw says what is accepted.
+    # depend on the noise that accepts it, or the distribution is biased: so no sample has the noise
+    # of a text that may serve as drafts (`requests` gives it another, `generate` refuses it), its
+    # earlier text cannot be replayed, and ranks in a drafter's draw do not predict acceptance.
     depends_on_drafts: bool
-    reads_logits: bool  # of target and drafter at every node, where else the target's draws do
+    reads_logits: bool  # of target and drafter at every node; otherwise the target's draws suffice
 
 
 RULES = {

@@ -1,17 +1,17 @@
-"""Draw tokens so that each draw can be repeated: from logits, seed, sample and position alone.
+"""Draw tokens reproducibly: from logits, seed, sample and position alone.
 
 The next token is drawn in two levels. Level a chooses a block of 256 consecutive token ids by
 log-sum-exp + Gumbel noise, level b a token inside it by logit + Gumbel noise. That is exact,
-because the maximum of Gumbel-perturbed logits of a block is a Gumbel around the block's log-sum-exp
-that is independent of where in the block it lies, and it costs one pass of exp and a few hundred
-hashes a row instead of one hash a token. The noise is threefry, written out, so that no JAX flag or
-version changes a text. Drafter and target draw with the same noise, so that speculative text is the
-plain text (Daliri et al. 2025, "Coupling without communication and drafter-invariant speculative
-decoding").
+because the maximum of Gumbel-perturbed logits of a block is a Gumbel around the block's
+log-sum-exp, independent of its position in the block, and it costs one pass of exp and a few
+hundred hashes per row instead of one hash per token. The noise is threefry, implemented here, so
+that no JAX flag or version changes a text. Drafter and target draw with the same noise, so that
+speculative text is the plain text (Daliri et al. 2025, "Coupling without communication and
+drafter-invariant speculative decoding").
 
-Leading axes `...` are free and broadcast: `[B]` for one token a row, `[B, N+1]` over a tree. A
+Leading axes `...` are free and broadcast: `[B]` for one token per row, `[B, N+1]` over a tree. A
 temperature `[...]` float32, or one number, is data: rows of several temperatures are drawn by one
-program. Where it is 0, the token is the argmax.
+program. If it is 0, the token is the argmax.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 @dataclasses.dataclass(frozen=True)
 class Truncation:
-    """Say which tokens of a tempered distribution may be drawn; static under jit.
+    """Define which tokens of a tempered distribution may be drawn; static under jit.
 
     `top_k` 0 and `top_p` 1 keep every token. Raises ValueError for a negative top_k, or a top_p
     outside (0, 1].
@@ -74,12 +74,12 @@ class Sampling:
 
     @property
     def truncation(self) -> Truncation:
-        """Return what of it is static under jit: all but the temperature."""
+        """Return the part that is static under jit: all but the temperature."""
         return Truncation(self.top_k, self.top_p)
 
 
 def check_temperature(temperature: float) -> None:
-    """Raise ValueError for a temperature that is negative, infinite or no number."""
+    """Raise ValueError for a temperature that is negative, infinite or NaN."""
     if not 0.0 <= temperature < float("inf"):
         raise ValueError(f"temperature is {temperature}; give 0 (greedy) or a positive number.")
 
@@ -89,7 +89,7 @@ class Draw(NamedTuple):
 
     token: Array  # [...] int32
     logprob: Array  # [...] float32, under the truncated, renormalised distribution
-    support: Array | None  # [..., top_k] int32, the kept tokens (-1: absent); None without top-k
+    top_k_ids: Array | None  # [..., top_k] int32, the kept tokens (-1: absent); None without top-k
 
 
 # Noise
@@ -125,7 +125,7 @@ def noise_bits(key: Array, position: Array, level: int, index: Array) -> Array:
 def gumbel(bits: Array) -> jax.Array:
     """Turn uint32 bits into standard Gumbel noise, float32.
 
-    All 32 bits count in the upper tail, which is the one that wins draws.
+    All 32 bits count in the upper tail, where the winners of draws are.
     """
     upper = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
     return -jnp.log(-jnp.log1p(-upper))
@@ -139,7 +139,7 @@ def uniform(bits: Array) -> jax.Array:
 def block_noise(key: Array, position: Array, vocab: int, level: int = 0) -> jax.Array:
     """Return the Gumbel noise of every block, `[..., ceil(vocab / 256)]` float32.
 
-    It is what `parts_of` and the `verify_head` kernels take. key `[..., 2]`, position `[...]`.
+    It is an input of `parts_of` and the `verify_head` kernels. key `[..., 2]`, position `[...]`.
     """
     chex.assert_rank(key, position.ndim + 1)
     index = jnp.arange(-(-vocab // BLOCK), dtype=jnp.uint32)
@@ -160,10 +160,10 @@ def truncate(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return tempered logits `[..., V]` float32 with -inf outside top-k and top-p.
 
-    They are what a draw perturbs. Top-k keeps exactly k tokens (of equal ones the lower ids); top-p
-    then keeps, of the tempered distribution on those, the smallest set {z >= t} whose mass is at
-    least `top_p` (equal tokens stay together). The likeliest token is always kept, and at
-    temperature 0 every token. Returns also the ids `[..., k]` int32 that top-k keeps, likeliest
+    These are the logits that a draw perturbs. Top-k keeps exactly k tokens (of equal ones the lower
+    ids); top-p then keeps, of the tempered distribution on those, the smallest set {z >= t} whose
+    mass is at least `top_p` (equal tokens stay together). The likeliest token is always kept, and
+    at temperature 0 every token. Also returns the ids `[..., k]` int32 that top-k keeps, likeliest
     first; None without top-k.
     """
     whole = z = candidates = tempered(logits, temperature)
@@ -198,7 +198,7 @@ def log_probabilities(
 
 
 def _is_greedy(temperature: Array | float) -> jax.Array:
-    """Say where a temperature `[...]` is 0: `[..., 1]` bool."""
+    """Return where a temperature `[...]` is 0: `[..., 1]` bool."""
     return jnp.asarray(temperature)[..., None] == 0
 
 
@@ -234,11 +234,11 @@ def draw(
     truncation: Truncation = UNTRUNCATED,
     levels: tuple[int, int] = (0, 1),
 ) -> Draw:
-    """Draw one token a place: logits `[..., V]`, key `[..., 2]` uint32, position `[...]` int32.
+    """Draw one token per place: logits `[..., V]`, key `[..., 2]` uint32, position `[...]` int32.
 
-    `position` is the place in the sample of the token that is drawn; `levels` are the noise levels
-    of block and token and must differ. At temperature 0 the token is the argmax, of log-probability
-    0, and the only one of its support.
+    `position` is the drawn token's place in the sample; `levels` are the noise levels of block and
+    token and must differ. At temperature 0 the token is the argmax, with log-probability 0, and the
+    only one of its top-k ids.
     """
     _assert_ranks(logits, key, position)
     z, ids = truncate(logits, temperature, truncation)
@@ -248,7 +248,7 @@ def draw(
         return drawn
     among = jnp.take_along_axis(z, ids, -1) > -jnp.inf
     among &= ~_is_greedy(temperature) | (jnp.arange(ids.shape[-1]) == 0)
-    return drawn._replace(support=_fill(jnp.where(among, ids, -1), truncation.top_k))
+    return drawn._replace(top_k_ids=_fill(jnp.where(among, ids, -1), truncation.top_k))
 
 
 def draw_inside(
@@ -256,8 +256,8 @@ def draw_inside(
 ) -> Draw:
     """Draw a token inside the block that `parts` chose: the second half of `draw`.
 
-    It needs no logits, so a kernel need not write them. Of the temperature it only matters whether
-    it is 0. There is no support: whoever truncates has the logits.
+    It needs no logits, so a kernel need not write them. Only whether the temperature is 0 matters.
+    Top-k ids are not returned: truncation needs the logits.
     """
     _assert_ranks(parts.inside, key, position)
     greedy = _is_greedy(temperature)
@@ -313,7 +313,7 @@ def rank(
 
 
 def _best_of_rows(scores: jax.Array, count: int, layout: Layout) -> tuple[jax.Array, jax.Array]:
-    """Return the best scores [B, ..., count] and their places, on each device of its own rows.
+    """Return the best scores [B, ..., count] and their places; each device handles its own rows.
 
     By itself XLA would gather all rows for it.
     """

@@ -1,4 +1,4 @@
-"""Name drafting strategies, and turn them into the trees that the device reads."""
+"""Parse and format names of drafting strategies, and turn strategies into trees on the device."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rlhf_jax.types import Array, Strategy, Tree
 
 PLAIN = Strategy()
 messages.register(Strategy)
-# Numbers of nodes, the root included, that a row may have in one call of the target.
+# Node counts, root included, of a row in one call of the target.
 NODE_BUCKETS = (1, 2, 3, 5, 9, 17, 33)
 
 
 def parse(name: str) -> Strategy:
-    """Return the strategy called `name`; raises ValueError with the grammar where there is none."""
+    """Return the strategy called `name`; raises ValueError with the grammar if there is none."""
     if name == "plain":
         return PLAIN
     drafters = "|".join(DRAFTERS)
@@ -35,7 +35,7 @@ def parse(name: str) -> Strategy:
     numbers = tuple(int(figure) for figure in re.split("[x,]", figures))
     counts = {"chain": numbers[0], "parents": len(numbers)}
     drafts = counts.get(kind, sum(itertools.accumulate(numbers, operator.mul)))
-    if drafts >= NODE_BUCKETS[-1]:  # before they are listed
+    if drafts >= NODE_BUCKETS[-1]:  # checked before they are listed
         raise ValueError(
             f"Strategy {name!r} drafts {drafts} tokens; the most is {NODE_BUCKETS[-1] - 1}."
         )
@@ -70,7 +70,7 @@ def name_of(strategy: Strategy) -> str:
 
 
 def _grammar() -> str:
-    """Return a sentence on how strategies are written, with the names of the drafters there are."""
+    """Return a sentence on the grammar of strategies, with the names of the drafters."""
     first, *others = DRAFTERS
     beginnings = ", ".join(f"'{name}-'" for name in others)
     return (
@@ -88,7 +88,7 @@ def chain(length: int) -> tuple[int, ...]:
 
 
 def is_chain(strategy: Strategy) -> bool:
-    """Say whether the strategy is a chain; plain is one of no drafts."""
+    """Return whether the strategy is a chain; plain is a chain without drafts."""
     return strategy.parents == chain(len(strategy.parents))
 
 
@@ -131,7 +131,7 @@ def bucket(strategy: Strategy) -> int:
 def as_data(strategy: Strategy, rows: int) -> Tree:
     """Return the strategy as a `Tree` of `rows` equal rows, padded to its node bucket.
 
-    The arrays are the host's, and must not be written to.
+    The arrays are on the host and must not be written to.
     """
     return Tree(*(np.broadcast_to(leaf, (rows, *leaf.shape)) for leaf in _arrays(strategy)))
 
@@ -152,7 +152,7 @@ def _arrays(strategy: Strategy) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def path_to(tree: Tree, last: Array) -> jax.Array:
-    """Return the node [B, N+1] int32 at each depth on the way from the root to node last[B].
+    """Return the node [B, N+1] int32 at each depth on the path from the root to node last[B].
 
     Beyond its depth, `last` repeats.
     """
@@ -163,7 +163,7 @@ def path_to(tree: Tree, last: Array) -> jax.Array:
 
 
 def accept_equal(tokens: Array, draws: Array, tree: Tree) -> jax.Array:
-    """Return the deepest node [B] int32 all of whose path equals the target's own draws.
+    """Return the deepest node [B] int32 whose whole path equals the target's own draws.
 
     This is replayable acceptance. tokens [B, N+1] were drafted (node 0 is unused, -1 is never
     accepted); draws [B, N+1] are the target's after each node.

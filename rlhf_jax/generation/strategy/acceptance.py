@@ -1,8 +1,8 @@
 """Estimate how often the target accepts each drafter's tokens.
 
-Rates are kept by what is known before drafting: whether the prompt was rolled out before, and how
-confident the drafter is. Beside them stands how they compare with what comes at each position of
-the response. Counts fade, and a sudden change makes what came before it forgotten.
+Rates depend on facts known before drafting: whether the prompt has earlier roll-outs, and the
+drafter's confidence. A factor for each position in the response compares them with outcomes there.
+Counts fade, and a sudden change drops the data before it.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ import numpy as np
 
 from rlhf_jax.generation.strategy.settings import ACCEPTANCE_SETTINGS
 
-DEPTHS = 8  # The depths of a draft that are told apart.
-RANKS = 4  # The ranks of siblings that are told apart.
+DEPTHS = 8  # The distinguished depths of a draft.
+RANKS = 4  # The distinguished ranks of siblings.
 CLASSES = 4  # The classes of a drafter's own confidence.
 NOTHING = 0  # The class in which a drafter has nothing to draft.
 
-# Positions in a response are told apart by bands of its tokens so far, which begin from these on.
+# First tokens of the bands of positions in a response.
 BAND_EDGES = np.array([64, 128, 256, 512, 1024, 2048, 4096])
 BANDS = len(BAND_EDGES) + 1
 
-# The rates [RANKS] of a drafter of which nothing is known.
+# The prior rates [RANKS] of a drafter.
 PRIOR_RATES = ACCEPTANCE_SETTINGS.prior_rate * ACCEPTANCE_SETTINGS.prior_rank_ratio ** np.arange(
     RANKS
 )
 
-# The [3, 2] accepted and predicted tokens that a calibration begins with, by window.
+# The initial [3, 2] accepted and predicted tokens of a calibration, by window.
 _UNCALIBRATED = np.array([[ACCEPTANCE_SETTINGS.calibration_prior] * 2, [0.0, 0.0], [0.0, 0.0]])
 _LOG_CHANGE = math.log(ACCEPTANCE_SETTINGS.change_odds)
 
 
 @dataclasses.dataclass(frozen=True)
 class Observations:
-    """Hold what n drafts of one drafter, verified or only scored, show of it."""
+    """Hold observations of n drafts of one drafter, verified or only scored."""
 
-    seen_prompt: np.ndarray  # [n] bool, the prompt has been rolled out before
+    seen_prompt: np.ndarray  # [n] bool, the prompt has earlier roll-outs
     confidence: np.ndarray  # [n] int, the class before drafting
     # [n, DEPTHS] int, rank of the true token among the proposals at each depth; -1: none of them
     ranks: np.ndarray
-    # [n, DEPTHS] int, ranks tried at each depth, proposed or in vain; 0: not observed
+    # [n, DEPTHS] int, ranks tried at each depth, proposed or missing; 0: not observed
     offered: np.ndarray
-    band: np.ndarray  # [n] int, that the response so far is in
+    band: np.ndarray  # [n] int, the band of the response so far
 
 
 @dataclasses.dataclass(frozen=True)
 class Acceptance:
-    """Hold what is known of one drafter.
+    """Hold the acceptance statistics of one drafter.
 
     Counts have a leading axis of three windows: the long one, the one since a fall of the rates may
     have begun, and the one since a rise may have.
@@ -59,19 +59,19 @@ class Acceptance:
 
     # [3, 2, CLASSES, DEPTHS, RANKS] by window, seen prompt and class: drafts whose path was right
     seen: np.ndarray
-    hits: np.ndarray  # the same shape: those that were right, too
+    hits: np.ndarray  # the same shape: those that were right themselves
     realised: np.ndarray  # [3, 2] by window: tokens accepted in its own rounds, tokens predicted
     drift: np.ndarray  # [2] log likelihood ratios of a sudden fall and of a sudden rise
-    # [BANDS, 2] by band: drafts that were right, and those that were to be by the rates
+    # [BANDS, 2] by band: drafts that were right, and the number expected by the rates
     by_band: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((BANDS, 2)))
 
     @functools.cached_property
     def rates(self) -> np.ndarray:
         """Return [2, CLASSES, DEPTHS, RANKS] P(this rank is right | all before it were).
 
-        The axes are seen prompt, class, depth and rank. Where counts are small a cell leans on its
-        class, a class on the whole drafter, a depth on the one above it, the first depth on the
-        prior. No rate exceeds that of the rank before, and those of siblings sum to 1 at most.
+        The axes are seen prompt, class, depth and rank. With small counts a cell is shrunk to its
+        class, a class to the whole drafter, a depth to the previous one, the first depth to the
+        prior. No rate exceeds that of the rank before, and those of siblings sum to at most 1.
         """
         weight = ACCEPTANCE_SETTINGS.prior_weight
         seen = self.seen[0]
@@ -79,7 +79,7 @@ class Acceptance:
         seen_by_class = seen.sum(axis=0)
         hits_by_class = hits.sum(axis=0)
 
-        # Lists, which are quicker than arrays for so few numbers.
+        # Lists are faster than arrays for so few numbers.
         by_depth = []
         above = PRIOR_RATES.tolist()
         counts = zip(
@@ -97,24 +97,24 @@ class Acceptance:
 
     @property
     def of_bands(self) -> np.ndarray:
-        """Return by what [BANDS] the rates are to be multiplied at each position."""
+        """Return the factors [BANDS] on the rates at each position."""
         prior = ACCEPTANCE_SETTINGS.band_prior
         return (self.by_band[:, 0] + prior) / (self.by_band[:, 1] + prior)
 
     @functools.cached_property
     def drafts(self) -> float:
-        """Return how many drafts the rates rest on, faded ones by what is left of them."""
+        """Return the number of drafts that the rates rest on; faded ones count by their weight."""
         return float(self.seen[0, :, :, 0, 0].sum())
 
 
 def unknown() -> Acceptance:
-    """Return the acceptance of a drafter of which nothing is known."""
+    """Return the prior acceptance of a drafter."""
     counts = np.zeros((3, 2, CLASSES, DEPTHS, RANKS))
     return Acceptance(counts, counts, _UNCALIBRATED, drift=np.zeros(2))
 
 
 def bands(tokens: np.ndarray) -> np.ndarray:
-    """Return the band of each response that has so many tokens, of the same shape."""
+    """Return the band of each response by its length in tokens, of the same shape."""
     return np.searchsorted(BAND_EDGES, tokens, side="right")
 
 
@@ -127,7 +127,7 @@ def bands_ahead(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
 
 
 def joined(observations: Sequence[Observations]) -> Observations:
-    """Return one or more observations of one drafter as one."""
+    """Join observations of one drafter."""
     if len(observations) == 1:
         return observations[0]
     parts = zip(*(vars(one).values() for one in observations), strict=True)
@@ -137,8 +137,8 @@ def joined(observations: Sequence[Observations]) -> Observations:
 def observe(known: Acceptance, observations: Observations, used: bool = False) -> Acceptance:
     """Return the acceptance after more observations.
 
-    used: whether they are of a round that this drafter drafted, whose change of rates `calibrate`
-    tests for. Counts fade as new ones come, none exceeds the window of the settings.
+    used: whether they are of a round that this drafter drafted, for which `calibrate` tests for a
+    change. Counts fade as new ones come, none exceeds the window of the settings.
     """
     drafts = len(observations.seen_prompt)
     if not drafts:
@@ -161,8 +161,8 @@ def observe(known: Acceptance, observations: Observations, used: bool = False) -
     seen = known.seen + seen
     kept = np.minimum(1.0, ACCEPTANCE_SETTINGS.window / np.maximum(seen, 1e-9))
     hits = (known.hits + hits) * kept
-    found = dataclasses.replace(known, seen=seen * kept, hits=hits, by_band=by_band)
-    return _forget_before_change(found)
+    updated = dataclasses.replace(known, seen=seen * kept, hits=hits, by_band=by_band)
+    return _forget_before_change(updated)
 
 
 def _observe_bands(known: Acceptance, observations: Observations, right: np.ndarray) -> np.ndarray:
@@ -175,8 +175,10 @@ def _observe_bands(known: Acceptance, observations: Observations, right: np.ndar
     counts = [
         np.bincount(observations.band, figures, BANDS) for figures in (right.sum(axis=1), expected)
     ]
-    found = known.by_band + np.stack(counts, axis=1)
-    return found * np.minimum(1.0, ACCEPTANCE_SETTINGS.band_window / np.maximum(found[:, 1:], 1e-9))
+    updated = known.by_band + np.stack(counts, axis=1)
+    return updated * np.minimum(
+        1.0, ACCEPTANCE_SETTINGS.band_window / np.maximum(updated[:, 1:], 1e-9)
+    )
 
 
 def calibrate(known: Acceptance, accepted: float, predicted: float, rows: int) -> Acceptance:
@@ -197,7 +199,7 @@ def calibrate(known: Acceptance, accepted: float, predicted: float, rows: int) -
 
 
 def forget(known: Acceptance, kept: float) -> Acceptance:
-    """Return the acceptance after the policy has moved: counts weigh `kept` (0 to 1) of before."""
+    """Return the acceptance after a policy update: counts are weighted by `kept` (0 to 1)."""
     realised = _UNCALIBRATED + kept * (known.realised - _UNCALIBRATED)
     drift = np.zeros(2)
     return Acceptance(known.seen * kept, known.hits * kept, realised, drift, known.by_band * kept)
@@ -206,7 +208,7 @@ def forget(known: Acceptance, kept: float) -> Acceptance:
 def likeliest_rate(known: Acceptance, seen_prompt: int, confidence: int) -> float:
     """Return P(rank 0 is right) over all depths of a cell.
 
-    Unlike `Acceptance.rates` it leans on no other cell, so that it comes nearer to 1.
+    Unlike `Acceptance.rates` it is not shrunk to other cells, so it comes nearer to 1.
     """
     cell = seen_prompt, confidence, slice(None), 0
     seen = known.seen[0][cell].sum()
@@ -216,13 +218,13 @@ def likeliest_rate(known: Acceptance, seen_prompt: int, confidence: int) -> floa
 
 
 def pooled_rates(known: Acceptance) -> np.ndarray:
-    """Return [DEPTHS, RANKS] rates over all cells, each weighed by its drafts."""
+    """Return [DEPTHS, RANKS] rates over all cells, weighted by their drafts."""
     weights = known.seen[0, :, :, :1, :1] + 1e-9
     return (known.rates * weights).sum(axis=(0, 1)) / weights.sum(axis=(0, 1))
 
 
 def calibration(known: Acceptance) -> float:
-    """Return accepted over predicted tokens of the drafter's own rounds, 1 where there were none.
+    """Return accepted over predicted tokens of the drafter's own rounds, 1 if there were none.
 
     The figure lies within `AcceptanceSettings.calibration_bounds`.
     """
@@ -238,8 +240,8 @@ def state(known: Acceptance) -> dict[str, np.ndarray]:
 
 def restore(saved: dict[str, Any]) -> Acceptance:
     """Return the acceptance that `state` saved, or an unknown one if it had other windows."""
-    found = Acceptance(**{name: np.array(value, float) for name, value in saved.items()})
-    return found if len(found.seen) == len(_UNCALIBRATED) else unknown()
+    restored = Acceptance(**{name: np.array(value, float) for name, value in saved.items()})
+    return restored if len(restored.seen) == len(_UNCALIBRATED) else unknown()
 
 
 def _test_for_change(
@@ -264,7 +266,7 @@ def _test_for_change(
 
 
 def _forget_before_change(known: Acceptance) -> Acceptance:
-    """Keep what was seen since a sudden change alone, once one is believed."""
+    """Keep only observations since a sudden change, once one is detected."""
     if known.drift.max() < ACCEPTANCE_SETTINGS.alarm:
         return known
     since = [1 + int(known.drift.argmax())] * 3
@@ -274,7 +276,7 @@ def _forget_before_change(known: Acceptance) -> Acceptance:
 
 
 def _shrink(seen: np.ndarray, hits: np.ndarray, general: np.ndarray) -> np.ndarray:
-    """Return rates that lean on general ones, scaled by how the cell compares with them.
+    """Return rates shrunk to general ones, which are scaled to the cell's level.
 
     seen, hits [..., DEPTHS, RANKS]; general broadcasts to them. One scale serves all depths.
     """

@@ -1,4 +1,4 @@
-"""List the strategies that may be chosen, as arrays that price and value all of them at once."""
+"""List the candidate strategies, as arrays that price and value all of them at once."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rlhf_jax.generation.strategy.roofline import Calls
 from rlhf_jax.generation.strategy.settings import CANDIDATE_SETTINGS
 from rlhf_jax.types import Strategy
 
-LONGEST_CHAIN = CANDIDATE_SETTINGS.long_chains[-1]  # Draft tokens of a strategy, at most.
+LONGEST_CHAIN = CANDIDATE_SETTINGS.long_chains[-1]  # Most draft tokens of a strategy.
 
 
 @dataclasses.dataclass(frozen=True)
 class Paths:
     """Hold the U distinct nodes of one drafter's strategies.
 
-    A node is named by the sibling ranks on its way from the root, which strategies may share.
+    A node is identified by the sibling ranks on its path from the root, so strategies may share it.
     """
 
     columns: np.ndarray  # [S'] int, the drafter's strategies among the candidates
@@ -41,18 +41,18 @@ class Candidates:
     """Hold S strategies: plain decoding first, or one fixed strategy alone."""
 
     strategies: tuple[Strategy, ...]
-    drafters: tuple[str, ...]  # that occur, 'none' left out
+    drafters: tuple[str, ...]  # in use, without 'none'
     drafter: np.ndarray  # [S] int, index into `drafters`; -1 for plain
     calls: Calls  # nodes and the grid are node buckets, the root included
     depth: np.ndarray  # [S] int, the longest path
     paths: Mapping[str, Paths]  # by drafter
     # by drafter, its packed chains, if it has any: all of one length
     packed: Mapping[str, np.ndarray]
-    longest: int  # drafts of a strategy at most
+    longest: int  # most drafts of a strategy
 
     @property
     def nodes(self) -> np.ndarray:
-        """Return [S] int, the nodes that are verified a row."""
+        """Return [S] int, the verified nodes per row."""
         return self.calls.nodes
 
     @functools.cached_property
@@ -62,7 +62,7 @@ class Candidates:
 
 
 def build(strategies: Iterable[Strategy], longest: int = LONGEST_CHAIN) -> Candidates:
-    """Make candidates of strategies; trees that join later have at most `longest` drafts."""
+    """Make candidates of strategies; trees that are added later have at most `longest` drafts."""
     chosen = tuple(dict.fromkeys(strategies))
     drafters = tuple(dict.fromkeys(one.drafter for one in chosen if one.parents))
     depth = np.array([trees.depths(one).max() for one in chosen])
@@ -95,7 +95,7 @@ def build(strategies: Iterable[Strategy], longest: int = LONGEST_CHAIN) -> Candi
 def adaptive(drafters: Iterable[str], longest: int = LONGEST_CHAIN) -> Candidates:
     """Return plain decoding and each drafter's chains of at most `longest` drafts.
 
-    Trees join once acceptance is measured (`with_trees`).
+    Trees are added once acceptance is measured (`with_trees`).
     """
     strategies = [trees.PLAIN]
     for name in drafters:
@@ -120,10 +120,10 @@ def parse(name: str, drafters: Iterable[str], longest: int = LONGEST_CHAIN) -> C
 
 
 def with_trees(candidates: Candidates, rates: Mapping[str, np.ndarray]) -> Candidates:
-    """Return plain decoding, the chains, and the trees that measured rates call for.
+    """Return plain decoding, the chains, and the best trees by measured rates.
 
     rates: [DEPTHS, RANKS] by drafter. A tree stays while no other of its size is better, as a new
-    one is a new program; one that is no better than the chain of its size goes.
+    one is a new program; one that is no better than the chain of its size is dropped.
     """
     known = candidates.strategies
     chosen = [one for one in known if trees.is_chain(one)]
@@ -138,26 +138,26 @@ def with_trees(candidates: Candidates, rates: Mapping[str, np.ndarray]) -> Candi
                     best = other
             chosen.append(best)
 
-    # A chain that stood in for a tree is a candidate only if it was one before.
+    # A chain that replaced a tree is a candidate only if it was one before.
     kept = (one for one in chosen if one in known or not trees.is_chain(one))
     return build(kept, candidates.longest)
 
 
 def best_tree(rates: np.ndarray, size: int) -> tuple[int, ...]:
-    """Return the parents, in level order, of the tree that expects most tokens.
+    """Return the parents, in level order, of the tree with the most expected tokens.
 
     size: its drafts, on at most DEPTHS levels; rates [DEPTHS, RANKS], none above those before it in
     its row. The optimum of Sequoia (Chen et al. 2024) without its table: a node's chance is the
-    product of rates on its path, whatever else the tree holds, and never more than that of its
-    parent or of the sibling before it. So the likeliest nodes, taken one by one, make a tree, and
-    none is better.
+    product of rates on its path, independent of the rest of the tree, and never more than that of
+    its parent or of the sibling before it. So the likeliest nodes, taken one by one, make an
+    optimal tree.
     """
-    found: list[tuple[int, ...]] = []
+    chosen: list[tuple[int, ...]] = []
     # The chance (negated, as a heap begins with the least), depth and path of each open node.
     open_nodes: list[tuple[float, int, tuple[int, ...]]] = [(-rates[0, 0], 1, (0,))]
-    while open_nodes and len(found) < size:
+    while open_nodes and len(chosen) < size:
         chance, depth, path = heapq.heappop(open_nodes)
-        found.append(path)
+        chosen.append(path)
         if path[-1] + 1 < rates.shape[1]:
             ratio = rates[depth - 1, path[-1] + 1] / max(rates[depth - 1, path[-1]], 1e-9)
             sibling = (*path[:-1], path[-1] + 1)
@@ -165,8 +165,8 @@ def best_tree(rates: np.ndarray, size: int) -> tuple[int, ...]:
         if depth < DEPTHS:
             rate = rates[depth, 0]
             heapq.heappush(open_nodes, (chance * rate, depth + 1, (*path, 0)))
-    found.sort(key=lambda path: (len(path), path))
-    return tuple(found.index(path[:-1]) if len(path) > 1 else -1 for path in found)
+    chosen.sort(key=lambda path: (len(path), path))
+    return tuple(chosen.index(path[:-1]) if len(path) > 1 else -1 for path in chosen)
 
 
 def expected_drafts(paths: Paths, rates: np.ndarray) -> np.ndarray:
@@ -180,7 +180,7 @@ def expected_drafts(paths: Paths, rates: np.ndarray) -> np.ndarray:
 
 
 def expected_tokens(strategy: Strategy, rates: np.ndarray) -> float:
-    """Return the tokens of a row's round: the accepted drafts and the target's own draw.
+    """Return the expected tokens of a row's round: accepted drafts and the target's own draw.
 
     rates [DEPTHS, RANKS].
     """
@@ -188,7 +188,7 @@ def expected_tokens(strategy: Strategy, rates: np.ndarray) -> float:
 
 
 def _paths(strategies: tuple[Strategy, ...], drafter: str) -> Paths:
-    """Find the nodes that a drafter's strategies have, each distinct one once."""
+    """Find the distinct nodes of a drafter's strategies."""
     columns = []
     owned = []  # the paths of each column's strategy
     for column, one in enumerate(strategies):

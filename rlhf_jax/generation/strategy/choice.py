@@ -1,4 +1,4 @@
-"""A choice among strategies whose tokens and seconds are predicted: most tokens a second."""
+"""Choose among strategies with predicted tokens and seconds: most tokens per second."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from rlhf_jax.types import Strategy
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Hold a strategy for the next round, what is expected of it, and of plain decoding."""
+    """Hold a strategy for the next round, its expected figures, and those of plain decoding."""
 
     strategy: Strategy
     tokens: float  # expected of the round, all rows together
     seconds: float
     not_yet_compiled: Strategy | None  # a better strategy, whose programs are not compiled yet
     reason: str  # "best", "kept" (nothing is clearly better) or "probe"
-    plain_rate: float  # tokens a second of plain decoding
+    plain_rate: float  # tokens per second of plain decoding
     best_rate: float  # of the best strategy that is ready
     # Of a packed round's drafts, by class and depth (`budget.allocate_budget`).
     expected_gain: np.ndarray | None = dataclasses.field(default=None, compare=False)
 
     @property
     def why(self) -> str:
-        """Return the choice in one sentence."""
+        """Describe the choice in one sentence."""
         name = trees.name_of(self.strategy)
         rate = self.tokens / self.seconds
         others = f"plain {self.plain_rate:,.1f}, best {self.best_rate:,.1f}"
@@ -47,13 +47,13 @@ def best_of(
     ready: Callable[[Strategy], bool],
     current: Strategy | None,
 ) -> tuple[int, int, int | None]:
-    """Return (chosen, best, not_yet_compiled) as indices: most tokens a second of what is ready.
+    """Return (chosen, best, not_yet_compiled) as indices: most tokens per second of those ready.
 
     tokens, seconds [S] expected of a round. `current` stays unless another is clearly better
-    (`SelectorSettings.switch_gain`); where the outcome is not clearly better than plain decoding
-    (`gain_over_plain`), that is chosen at once. Where nothing is ready it is the first candidate:
-    plain, or the only one. `not_yet_compiled` is not ready, and clearly better than the chosen
-    one; or None.
+    (`SelectorSettings.switch_gain`); if the outcome is not clearly better than plain decoding
+    (`gain_over_plain`), that is chosen at once. If nothing is ready it is the first candidate:
+    plain, or the only one. `not_yet_compiled` is not ready, and clearly better than the chosen one;
+    or None.
     """
     strategies = choices.strategies
     switch = 1 + SELECTOR_SETTINGS.switch_gain

@@ -1,7 +1,7 @@
 """Predict the seconds of a round: a roofline, corrected by measured rounds.
 
-What was measured acts twice: as a correction of the call that was measured (`observe`), and on the
-roofline's own parameters (`fit`), which price the calls that nobody has tried.
+Measurements act twice: as a correction of the measured call (`observe`), and on the roofline's own
+parameters (`fit`), which price calls that were never tried.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TimedRounds:
 
 
 class Growth(NamedTuple):
-    """Describe how seconds grow with a row's context beyond what a roofline says.
+    """Describe the growth of seconds with a row's context beyond the roofline.
 
     Log seconds = slope * (log of a row's context - middle).
     """
@@ -45,12 +45,12 @@ NO_GROWTH = Growth(0.0, 0.0)
 
 @dataclasses.dataclass
 class Costs:
-    """Hold the cost model and what was measured, by size (a half octave of rows) and call.
+    """Hold the cost model and its measurements, by size (a half octave of rows) and call.
 
     `corrections` are log factors on the machine's seconds. `trends` are those of calls that were
     not measured at that size, by `Call.kind`. `growth` is how seconds of a size grow with a row's
-    context beyond the roofline: without it, what was timed at other contexts would be priced as if
-    at those.
+    context beyond the roofline: without it, times at other contexts would be taken as times at
+    these.
     """
 
     prior: Machine
@@ -59,15 +59,15 @@ class Costs:
     corrections: dict[int, dict[Call, float]] = dataclasses.field(default_factory=dict)
     trends: dict[int, dict[tuple[Any, ...], float]] = dataclasses.field(default_factory=dict)
     growth: dict[int, Growth] = dataclasses.field(default_factory=dict)
-    # what one correction in ten is above, in size: how far off the roofline may be
+    # the 90th percentile of the size of corrections: the error of the roofline
     error: float = math.inf
 
 
 def prior(platform: str, target: ModelWork, drafter: ModelWork | None = None) -> Costs:
-    """Return the costs before anything was measured, on "cpu", "gpu" or "tpu".
+    """Return the costs before any measurement, on "cpu", "gpu" or "tpu".
 
-    Figures of the work come from the shapes of the model or from `cost_analysis` of its compiled
-    programs. Raises ValueError for another platform.
+    Work figures come from the shapes of the model or from `cost_analysis` of its compiled programs.
+    Raises ValueError for another platform.
     """
     if platform not in RATES:
         raise ValueError(
@@ -81,10 +81,10 @@ def prior(platform: str, target: ModelWork, drafter: ModelWork | None = None) ->
 
 
 def seconds(costs: Costs, calls: Calls, rows: int, context: float, lag: int) -> np.ndarray:
-    """Return [S] seconds that a round of each of S calls is expected to take.
+    """Return [S] expected seconds of a round of each of S calls.
 
-    rows: slots of the program; context: known tokens summed over rows; lag: tokens that the draft
-    cache lacks, of the row that lacks most.
+    rows: slots of the program; context: known tokens summed over rows; lag: the most tokens that
+    the draft cache lacks in a row.
     """
     size = _size(rows)
     known = costs.corrections.get(size, {})
@@ -98,7 +98,7 @@ def seconds(costs: Costs, calls: Calls, rows: int, context: float, lag: int) -> 
 
 
 def plain_seconds(costs: Costs, nodes: int, rows: list[int], context: float) -> np.ndarray:
-    """Return [n] seconds of rounds without drafts, as `seconds` does, but quicker.
+    """Return [n] seconds of rounds without drafts, like `seconds` but faster.
 
     rows [n]: slots of each; context: known tokens of one row.
     """
@@ -122,9 +122,9 @@ def rounds_timed(costs: Costs, calls: Calls, rows: int) -> np.ndarray:
 
 
 def observe(costs: Costs, call: Call, rows: int, context: float, lag: int, seconds: float) -> None:
-    """Take in one measured round, in the terms of `seconds` (above 0).
+    """Add one measured round, in the terms of `seconds` (above 0).
 
-    One that was held up moves next to nothing, as corrections are medians.
+    An outlier changes almost nothing, as corrections are medians.
     """
     size = _size(rows)
     cells = costs.cells.setdefault(size, {})
@@ -142,12 +142,12 @@ def observe(costs: Costs, call: Call, rows: int, context: float, lag: int, secon
 def fit(costs: Costs) -> None:
     """Refit the roofline to all measured rounds by robust least squares of log seconds.
 
-    It is held weakly to the prior. Takes milliseconds, so it belongs between two stages or after
+    The prior regularises it weakly. It takes milliseconds, so call it between two stages or after
     many rounds.
     """
     if not costs.cells:
         return
-    # a sixth of the time in which a process starts, and most never fit
+    # a sixth of a process's start time, and most processes never fit
     from scipy.optimize import least_squares
 
     calls, rows, context, lag, known = _points(costs)
@@ -169,8 +169,8 @@ def fit(costs: Costs) -> None:
         return np.concatenate([shares, COST_SETTINGS.prior_weight * np.eye(len(logs))])
 
     robust = {"loss": "soft_l1", "f_scale": 0.05, "ftol": 1e-5, "max_nfev": 40}
-    found = least_squares(residuals, start, jac=cast(Any, slopes), **robust)
-    costs.machine = Machine.of_figures(np.exp(found.x).tolist())
+    solution = least_squares(residuals, start, jac=cast(Any, slopes), **robust)
+    costs.machine = Machine.of_figures(np.exp(solution.x).tolist())
     _recorrect(costs)
 
 
@@ -220,9 +220,9 @@ def _errors(costs: Costs, size: int, rounds: list[tuple]) -> list[float]:
 
 
 def _correct(costs: Costs, size: int, call: Call) -> None:
-    """Correct a call by the median of its errors and of what others of its kind suggest.
+    """Correct a call by the median of its errors and by the trend of its kind.
 
-    The suggestion counts as so many rounds as the settings say.
+    The trend counts as a number of rounds from the settings.
     """
     trends = costs.trends.setdefault(size, {})
     corrections = costs.corrections.setdefault(size, {})
@@ -236,7 +236,7 @@ def _correct(costs: Costs, size: int, call: Call) -> None:
 def _points(costs: Costs) -> tuple[Calls, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return (calls, rows, context, lag, log seconds), all [n], of a few parts of each call.
 
-    Parts are along the context; the median error of each stands for its rounds.
+    Parts are along the context; the median error of each represents its rounds.
     """
     places = []
     errors = []
@@ -258,7 +258,7 @@ def _points(costs: Costs) -> tuple[Calls, np.ndarray, np.ndarray, np.ndarray, np
 
 
 def _recorrect(costs: Costs) -> None:
-    """Find growth, errors and corrections anew, against the machine of now."""
+    """Recompute growth, errors and corrections against the current machine."""
     costs.corrections = {}
     costs.trends = {}
     costs.growth = {}
@@ -270,8 +270,8 @@ def _recorrect(costs: Costs) -> None:
             for cell in cells.values()
         ]
 
-        # The slope of errors against log lengths: one for all calls, each of which has a level of
-        # its own.
+        # The slope of errors against log lengths: one for all calls, each of which has its own
+        # level.
         held_up = COST_SETTINGS.held_up
         span = np.concatenate([each - each.mean() for each in lengths])
         off = np.concatenate(

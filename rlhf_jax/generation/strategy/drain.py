@@ -1,7 +1,7 @@
-"""Predict how long a batch still takes that no waiting sample joins.
+"""Predict the remaining time of a batch that no waiting sample joins.
 
-Its rows gain at different paces and end apart, so that most tokens a second now is not the earliest
-end: rows that drafts carry far end first, and those that they do not are left over in a small
+Its rows gain at different paces and end at different times, so that most tokens per second now is
+not the earliest end: rows with good drafts end first, and the others are left over in a small
 batch, which uses the machine badly.
 """
 
@@ -29,17 +29,17 @@ class RowGroups(NamedTuple):
     # [C, S] tokens of a row's round by each strategy, the first being plain decoding
     pace: np.ndarray
     counts: np.ndarray  # [C] rows
-    left: np.ndarray  # [C] tokens that one of them has to come
+    left: np.ndarray  # [C] remaining tokens of a row
 
 
 def group_rows(pace: np.ndarray, counts: np.ndarray, left: np.ndarray, stay: float) -> RowGroups:
-    """Group rows by cell, and split those that follow by where they are expected to diverge.
+    """Group rows by cell, and split those that follow their earlier text by expected divergence.
 
-    pace [2 * CLASSES, S] tokens of a row's round, by seen prompt and class; counts, left
-    [2 * CLASSES]: rows, and tokens that they have to come, summed; stay: the chance that a text
-    that follows its earlier one does so for one token more.
+    pace [2 * CLASSES, S] tokens of a row's round, by seen prompt and class; counts, left [2 *
+    CLASSES]: rows, and their remaining tokens, summed; stay: the chance that a text that follows
+    its earlier one does so for one more token.
     """
-    # Lists, which are quicker than arrays for so few numbers.
+    # Lists are faster than arrays for so few numbers.
     rows = counts.tolist()
     tokens = left.tolist()
     some = [cell for cell, count in enumerate(rows) if count]
@@ -48,7 +48,7 @@ def group_rows(pace: np.ndarray, counts: np.ndarray, left: np.ndarray, stay: flo
     if not rows[FOLLOWING]:
         return RowGroups(pace[some], np.array(group_counts, float), np.array(spans))
 
-    # Where texts diverge is geometric; `whole` of them never do within their span.
+    # The point of divergence is geometric; `whole` of them never diverge within their span.
     span = spans[-1]
     whole = stay**span
     parts = [[math.log(1 - part * (1 - whole)) / math.log(stay)] for part in _DIVERGED_PARTS]
@@ -66,11 +66,11 @@ def group_rows(pace: np.ndarray, counts: np.ndarray, left: np.ndarray, stay: flo
 def seconds_left(
     rows: RowGroups, seconds: np.ndarray, plain: Callable[[np.ndarray], np.ndarray]
 ) -> np.ndarray:
-    """Return [S] seconds until the last row has ended, were each strategy kept at first.
+    """Return [S] seconds until the last row has ended, if each strategy is kept at first.
 
-    seconds [S] of a round of all rows; plain(n): seconds of a plain round of n rows. Drafts are
-    taken to cost as many times a plain round as they do now. Once the first rows have ended, the
-    others go on with the strategy or decode plainly, whichever is quicker.
+    seconds [S] of a round of all rows; plain(n): seconds of a plain round of n rows. The ratio of a
+    round with drafts to a plain one is assumed constant. Once the first rows have ended, the others
+    go on with the strategy or decode plainly, whichever is faster.
     """
     ends = rows.left[:, None] / rows.pace
     # Plain indexing, as take_along_axis is slow.

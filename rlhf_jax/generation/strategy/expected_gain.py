@@ -1,7 +1,7 @@
 """Rank the drafts of packed rounds by the chance that they are accepted.
 
 A packed round verifies fewer nodes than its rows draft. Its budget goes to the likeliest drafts,
-which `rlhf_jax.generation.speculative.budget` takes on the device; here is what is expected.
+selected on the device by `rlhf_jax.generation.speculative.budget`; the expectations are here.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, NOTHING
 
 _LONGEST = trees.NODE_BUCKETS[-1] - 1  # Draft tokens of a chain.
 
-# The gains where nothing was measured [CLASSES, longest chain]: those of surer classes come first.
+# The gains without measurements [CLASSES, longest chain]: those of surer classes come first.
 UNMEASURED = (np.arange(CLASSES, dtype=np.float32)[:, None] / CLASSES) ** np.arange(
     1, _LONGEST + 1, dtype=np.float32
 )
 
 
 class Ranking(NamedTuple):
-    """Hold the n drafts that one row of each class may make, the likeliest first."""
+    """Hold the n possible drafts of one row of each class, the likeliest first."""
 
     kind: np.ndarray  # [n] class
-    # [n, 2 * CLASSES] accepted drafts expected, and drafts, of a row of each class that makes it
+    # [n, 2 * CLASSES] expected accepted drafts, and drafts, of a row of each class
     gains: np.ndarray
 
 
@@ -56,11 +56,11 @@ def rank(expected_gain: np.ndarray) -> Ranking:
 def tokens(
     ranking: Ranking, counts: np.ndarray, slots: int, nodes: np.ndarray, factor: float
 ) -> np.ndarray:
-    """Return [CLASSES, S] tokens expected of a row by packed rounds of S budgets.
+    """Return [CLASSES, S] expected tokens of a row by packed rounds of S budgets.
 
-    counts [D, CLASSES]: live rows of each class on D devices; a class without rows gets what its
-    first row would gain. slots: rows of the program; nodes [S]: nodes verified, a row on average;
-    factor: accepted drafts over those that the ranking expects.
+    counts [D, CLASSES]: live rows of each class on D devices; a class without rows gets the gain of
+    its first row. slots: rows of the program; nodes [S]: average verified nodes per row; factor:
+    accepted drafts over those that the ranking expects.
     """
     budgets = nodes[:, None] * (slots / len(counts)) - counts.sum(axis=1)  # [S, D] drafts
     wanted = counts[:, ranking.kind]

@@ -1,4 +1,4 @@
-"""Read from a round's results what they show of the drafters, on the host."""
+"""Extract observations of the drafters from a round's results, on the host."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def of_drafts(
 ) -> Observations:
     """Observe the drafts that a round verified: which siblings were right until the row stopped.
 
-    confidence, seen_prompt, band [B]: class, whether the prompt was rolled out before, position;
-    allowed [B]: depth that a row was allowed. What was to be drafted and could not be counts as
-    wrong. Rows that gained nothing show nothing; the end of a sample hides what would have
-    followed, and so does the depth allowed.
+    confidence, seen_prompt, band [B]: class, whether the prompt has earlier roll-outs, position;
+    allowed [B]: the depth allowed to a row. A wanted draft that was missing counts as wrong. Rows
+    that gained nothing show nothing; the end of a sample hides the continuation, and so does the
+    allowed depth.
     """
     rank, children = _shape(strategy)
     gained = arrived.count > 0
@@ -55,7 +55,7 @@ def of_drafts(
 def of_hindsight(
     hindsight: Hindsight, shown: np.ndarray, seen_prompt: np.ndarray, band: np.ndarray
 ) -> Observations:
-    """Observe what a drafter would have drafted, in the rows `shown` [B] bool.
+    """Observe the hindsight of a drafter, in the rows `shown` [B] bool.
 
     Those are the rows that gained tokens and have enough of them; seen_prompt [B] bool, band [B].
     """

@@ -1,7 +1,7 @@
 """Predict the tokens and seconds of a round by each candidate strategy.
 
 All is numpy on a few hundred numbers: pure functions of the acceptance of the drafters, the costs,
-and the situation in which a strategy is chosen.
+and the situation.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from rlhf_jax.generation.strategy.roofline import FREE_LAG
 from rlhf_jax.generation.strategy.settings import SELECTOR_SETTINGS
 from rlhf_jax.types import Strategy
 
-_FEWER = 0.95  # Times the rates, at which drafts are counted again for their slope.
+_FEWER = 0.95  # Factor on the rates at which drafts are counted again for their slope.
 
 
 @dataclasses.dataclass(frozen=True)
 class Situation:
-    """Hold what a choice depends on besides the statistics."""
+    """Hold the inputs of a choice besides the statistics."""
 
     rows: int  # row slots of the program
     live: int  # rows that will gain tokens
     context: float  # known tokens, summed over live rows
-    lag: int  # tokens that the draft cache lacks, of the row that lacks most
+    lag: int  # most tokens that the draft cache lacks in a row
     # by drafter: [2, CLASSES] live rows by seen prompt and confidence
     classes: Mapping[str, np.ndarray]
     ready: Callable[[Strategy], bool]  # whether its programs are compiled for these rows
-    most_nodes: int = trees.NODE_BUCKETS[-1]  # that there is memory to verify a row
+    most_nodes: int = trees.NODE_BUCKETS[-1]  # most nodes per row that memory allows
     failed: Collection[Strategy] = ()  # whose programs cannot be compiled
-    # As `classes`, of drafters whose classes last: tokens those rows have to come. Empty while
+    # As `classes`, of drafters whose classes last: remaining tokens of those rows. Empty while
     # samples wait for rows.
     left: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    slice: int = 0  # that chooses: each keeps to its own strategy
+    slice: int = 0  # the choosing slice: each keeps its own strategy
     # of `classes`: [D, CLASSES] rows of seen prompts on each of D devices
     by_device: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    # [BANDS] live rows by band of their responses, in any unit; all 0 where that is not known
+    # [BANDS] live rows by band of their responses, in any unit; all 0 if unknown
     bands: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(BANDS))
 
 
 @dataclasses.dataclass(frozen=True)
 class Expectations:
-    """Hold what follows from the drafters' acceptance in any situation."""
+    """Hold the consequences of the drafters' acceptance, valid in any situation."""
 
     tokens: np.ndarray  # [2 * CLASSES, S] of a row's round, by seen prompt and class
-    of_bands: np.ndarray  # [BANDS, 2 * CLASSES, S] by what its drafts are multiplied at a position
+    of_bands: np.ndarray  # [BANDS, 2 * CLASSES, S] factors on its drafts by position
     calibrations: dict[str, float]  # by drafter: accepted over predicted drafts
-    # by drafter: chance that a text that follows its earlier one does so for a token more
+    # by drafter: chance that a text that follows its earlier one does so for one more token
     stay: dict[str, float]
     # by drafter with packed rounds: [CLASSES, longest chain] chances of drafts, and their order
     expected_gains: dict[str, np.ndarray]
@@ -65,31 +65,31 @@ class Expectations:
 
 @dataclasses.dataclass(frozen=True)
 class Predictions:
-    """Hold what is expected of S strategies in one situation, [S] each."""
+    """Hold the expectations for S strategies in one situation, [S] each."""
 
-    fits: np.ndarray  # bool, whether there is memory for it and it can be compiled
-    tokens: np.ndarray  # of the next round, all live rows together; 0 where it does not fit
-    # Tokens, but more or fewer where a strategy ends a drain sooner or later than they tell.
+    fits: np.ndarray  # bool, whether memory suffices and it compiles
+    tokens: np.ndarray  # of the next round, all live rows together; 0 if it does not fit
+    # Tokens, adjusted if a strategy ends a drain earlier or later than its tokens suggest.
     valued: np.ndarray
     seconds: np.ndarray  # of the next round
     steady: np.ndarray  # the same, with the draft cache's catch-up spread over the rounds it serves
-    doubt: np.ndarray  # share by which a round may take more or less; 0 where such were timed
+    doubt: np.ndarray  # share by which a round may take more or less; 0 if such rounds were timed
 
 
 def expect(choices: Candidates, known: Mapping[str, Acceptance]) -> Expectations:
-    """Find what the acceptance of the drafters says of all candidates."""
+    """Compute the consequences of the drafters' acceptance for all candidates."""
     calibrations = {name: acceptance.calibration(one) for name, one in known.items()}
     tokens = np.ones((2 * CLASSES, len(choices.strategies)))
     of_bands = np.ones((BANDS, *tokens.shape))
     for drafter, paths in choices.paths.items():
         drafts = candidates.expected_drafts(paths, known[drafter].rates)
         fewer = candidates.expected_drafts(paths, known[drafter].rates * _FEWER)
-        # By what power of a factor on the rates the drafts are multiplied.
+        # The power by which a factor on the rates multiplies the drafts.
         power = (np.log(fewer / drafts) / math.log(_FEWER)).reshape(2 * CLASSES, -1)
         of_bands[..., paths.columns] = known[drafter].of_bands[:, None, None] ** power
         drafts *= calibrations[drafter]
         if DRAFTERS[drafter].has_hindsight:
-            # Here the class says that there is nothing to draft.
+            # This class means that there is nothing to draft.
             drafts[:, NOTHING] = 0.0
         tokens[:, paths.columns] += drafts.reshape(2 * CLASSES, -1)
 
@@ -122,7 +122,7 @@ def predict(
 ) -> Predictions:
     """Predict the next round by every candidate.
 
-    frozen_costs: whether measured times have no say, so that nothing is in doubt.
+    frozen_costs: whether measured times are ignored, so that nothing is in doubt.
     """
     fits = choices.nodes <= max(situation.most_nodes, int(choices.nodes[0]))
     if situation.failed:
@@ -165,27 +165,27 @@ def tokens_of_rows(
     Those of packed rounds depend on how many rows of each class share the budget. The rows are
     taken to be at the positions of the situation, whatever their class.
     """
-    found = expectations.tokens.copy()
+    tokens = expectations.tokens.copy()
     for drafter, columns in choices.packed.items():
         if (counts := situation.classes.get(drafter)) is not None:
             rows = situation.by_device.get(drafter)
             if rows is None:
-                # All on one device: live rows in the shares that classes have of the counts.
+                # All on one device: live rows in the classes' shares of the counts.
                 shares = counts.sum(axis=0)[None]
                 rows = shares * (situation.live / max(1, shares.sum()))
-            found[:CLASSES, columns] = expected_gain.tokens(
+            tokens[:CLASSES, columns] = expected_gain.tokens(
                 expectations.rankings[drafter],
                 rows,
                 situation.rows,
                 nodes=choices.nodes[columns],
                 factor=expectations.calibrations[drafter],
             )
-            found[CLASSES:, columns] = found[:CLASSES, columns]
+            tokens[CLASSES:, columns] = tokens[:CLASSES, columns]
     if situation.bands.any():
         shares = situation.bands / situation.bands.sum()
         factors = np.tensordot(shares, expectations.of_bands, 1)
-        found = np.minimum(1 + (found - 1) * factors, 1 + choices.depth)
-    return found
+        tokens = np.minimum(1 + (tokens - 1) * factors, 1 + choices.depth)
+    return tokens
 
 
 def tokens_of_round(
@@ -193,14 +193,14 @@ def tokens_of_round(
 ) -> np.ndarray:
     """Return [S] tokens expected of a round, all live rows together.
 
-    row_tokens [2 * CLASSES, S], as `tokens_of_rows` finds them.
+    row_tokens [2 * CLASSES, S], from `tokens_of_rows`.
     """
     # The share of rows in each cell, by drafter; the last row is plain decoding's.
     weights = np.zeros((len(choices.drafters) + 1, 2 * CLASSES))
     weights[:, 0] = 1.0
     for place, drafter in enumerate(choices.drafters):
         counts = situation.classes.get(drafter)
-        # The sum of a list, which is quicker than numpy's for so few.
+        # The sum of a list, which is faster than numpy's for so few.
         if counts is not None and (total := sum(counts.ravel().tolist())) > 0:
             weights[place] = counts.ravel() / total
     by_drafter = weights @ row_tokens
@@ -210,7 +210,7 @@ def tokens_of_round(
 def seconds_of_round(
     choices: Candidates, costs: Costs, situation: Situation
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the seconds of the next round, and those that count for a choice, each [S].
+    """Return the seconds of the next round, and the seconds used for a choice, each [S].
 
     The latter spread the catch-up of a draft cache over the rounds that it serves.
     """
@@ -218,7 +218,7 @@ def seconds_of_round(
     rows = situation.rows
     context = situation.context
     kept_up = cost.seconds(costs, calls, rows, context, lag=0)
-    # Drafts never make a round shorter, whatever was measured of either.
+    # Drafts never make a round shorter, whatever the measurements.
     kept_up = np.maximum(kept_up, kept_up[0])
     if situation.lag <= FREE_LAG or not calls.steps.any():
         return kept_up, kept_up
@@ -229,7 +229,7 @@ def seconds_of_round(
 def _plain_seconds(
     choices: Candidates, costs: Costs, situation: Situation
 ) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function from the samples that rows hold to the seconds of a plain round.
+    """Return a function from the number of samples to the seconds of a plain round.
 
     Batches shrink by halves; part of a sample takes that part of one sample's seconds.
     """

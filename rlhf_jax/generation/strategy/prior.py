@@ -1,4 +1,4 @@
-"""Estimate what rounds cost before any is measured, from the shapes of the models alone."""
+"""Estimate the costs of rounds before any is measured, from the shapes of the models alone."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def costs(
     rows: int,
     slots: int,
 ) -> Costs:
-    """Return the costs that rounds are taken to have before any round is measured.
+    """Return the prior costs of rounds.
 
     itemsize: bytes of a number of the weights and the cache. does: the compiler's cost analysis of
     a plain round of the policy over `rows` and `slots`, or nothing. It reads and multiplies more
-    than the weights and the cache that a round cannot do without; the calls of a draft model are
-    taken to do more by the same factors.
+    than the necessary weights and cache; the calls of a draft model are assumed to do more by the
+    same factors.
     """
     policy = work(models.policy, itemsize)
     read = policy.weight_bytes + rows * slots * policy.context_bytes
@@ -45,7 +45,7 @@ def costs(
 
 
 def work(model: ModelConfig, itemsize: int) -> ModelWork:
-    """Return what a call of a model cannot do without, at `itemsize` bytes a number.
+    """Return the necessary work of a call of a model, at `itemsize` bytes per number.
 
     Every weight but the embedding is read by a call, and multiplied with each token.
     """

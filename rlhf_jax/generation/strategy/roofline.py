@@ -1,4 +1,4 @@
-"""Say what a round runs, and how long that takes on a machine, as a roofline.
+"""Describe the work of a round, and its time on a machine, as a roofline.
 
 The roofline begins from work figures of the models and from rates of the platform; `cost` corrects
 it by measured rounds.
@@ -16,8 +16,8 @@ import numpy as np
 CATCH_UP = 8  # The tokens of one draft-model call that only fills its cache.
 FREE_LAG = 2  # The missing tokens that a draft's first call feeds anyway.
 
-# Bytes and flops a second, seconds of a row and of a call: by order of magnitude, which
-# `cost.fit` corrects.
+# Bytes and flops per second, seconds of a row and of a call: orders of magnitude, which `cost.fit`
+# corrects.
 RATES = {
     "cpu": (2e10, 1e11, 2e-4, 5e-4),
     "gpu": (1.5e12, 2.5e14, 2e-5, 1e-3),
@@ -29,7 +29,7 @@ Figures = float | np.ndarray  # one figure, or [S] of S rounds
 
 @dataclasses.dataclass(frozen=True)
 class ModelWork:
-    """Hold what a model does, whatever machine it runs on."""
+    """Hold the work of a model, independent of the machine."""
 
     weight_bytes: float  # read by a call
     context_bytes: float  # read by a call for each token of context
@@ -38,11 +38,11 @@ class ModelWork:
 
 
 class Call(NamedTuple):
-    """Hold what a round runs."""
+    """Hold the work of a round."""
 
-    nodes: int  # tokens a row, on average, that the target verifies
+    nodes: int  # average tokens per row that the target verifies
     steps: int  # calls of the draft model before that, 0 without one
-    fed: int  # tokens a row that these are fed in all
+    fed: int  # total tokens per row fed to these
     grid: int  # tokens of a row that attention has room for: more than `nodes` in a packed round
 
     @property
@@ -89,12 +89,12 @@ class Calls:
 
     @functools.cached_property
     def fed_a_step(self) -> np.ndarray:
-        """Return [S] tokens a row that each call of the draft model is fed."""
+        """Return [S] tokens per row that each call of the draft model is fed."""
         return self.fed / np.maximum(self.steps, 1)
 
 
 class Roofline(NamedTuple):
-    """Hold the seconds of one call of a model over `nodes` tokens a row, each figure at least 0.
+    """Hold the seconds of one call of a model over `nodes` tokens per row, each figure at least 0.
 
     max(read + read_context * context, compute * rows * nodes + compute_context * context * grid) +
     row * rows + call, where `context` is the sum over rows (the form of EfficientRollout).
@@ -104,8 +104,8 @@ class Roofline(NamedTuple):
     read_context: float  # keys and values of one context token
     compute: float  # matrix products of one token
     compute_context: float  # attention of one token to one context token
-    row: float  # whatever each row costs
-    call: float  # whatever each call costs
+    row: float  # fixed cost of a row
+    call: float  # fixed cost of a call
 
     @classmethod
     def of_work(cls, work: ModelWork, platform: str) -> Roofline:
@@ -135,7 +135,7 @@ class Roofline(NamedTuple):
     def terms(
         self, nodes: Figures, grid: Figures, rows: np.ndarray, context: np.ndarray
     ) -> np.ndarray:
-        """Return [6, n] what each parameter adds to the seconds of n calls."""
+        """Return [6, n] the contribution of each parameter to the seconds of n calls."""
         once = np.ones_like(rows)
         reading = np.array([self.read * once, self.read_context * context])
         computing = np.array([self.compute * rows * nodes, self.compute_context * context * grid])
@@ -165,8 +165,8 @@ class Machine:
     def seconds(self, calls: Calls, rows: Figures, context: Figures, lag: Figures) -> np.ndarray:
         """Return [S] seconds of a round of each of S calls.
 
-        rows: slots of the program; context: known tokens summed over rows; lag: tokens that the
-        draft cache lacks, of the row that lacks most. Each is one figure or [S].
+        rows: slots of the program; context: known tokens summed over rows; lag: the most tokens
+        that the draft cache lacks in a row. Each is one figure or [S].
         """
         total = self.target.seconds(calls.nodes, calls.grid, rows, context) * calls.verifies
         total += self.look * calls.looks_up
@@ -181,9 +181,9 @@ class Machine:
     def terms(
         self, calls: Calls, rows: np.ndarray, context: np.ndarray, lag: np.ndarray
     ) -> np.ndarray:
-        """Return [13 or 7, n] what each parameter adds to the seconds of n rounds.
+        """Return [13 or 7, n] the contribution of each parameter to the seconds of n rounds.
 
-        Their sum is `seconds`. Seconds are linear in the parameters but for the max of the
+        Their sum is `seconds`. Seconds are linear in the parameters except for the max of the
         roofline, so a term over the sum is d log seconds / d log parameter.
         """
         target = self.target.terms(calls.nodes, calls.grid, rows, context)

@@ -1,7 +1,7 @@
-"""Choose a strategy round by round: most expected tokens a second, from measurements alone.
+"""Choose a strategy round by round: most expected tokens per second, from measurements alone.
 
 The same statistics and situation give the same choice: there is no clock and no randomness here.
-The engine asks for round n + 1 while round n runs and round n - 1 is known, so that the device
+The engine requests round n + 1 while round n runs and round n - 1 is known, so that the device
 never waits.
 """
 
@@ -26,15 +26,15 @@ from rlhf_jax.types import Strategy
 
 
 class Selector:
-    """Hold the statistics that choices rest on, and choose.
+    """Hold the statistics behind choices, and choose.
 
-    These are acceptance by drafter, costs, and what strategies have given so far.
+    These are acceptance by drafter, costs, and the results of strategies so far.
     """
 
     def __init__(self, choices: Candidates, costs: cost.Costs, frozen_costs: bool = False):
-        """Begin with nothing known of the drafters.
+        """Begin without measurements of the drafters.
 
-        frozen_costs: whether no measured time has a say, so that a run's choices repeat.
+        frozen_costs: whether measured times are ignored, so that a run's choices are reproducible.
         """
         self.candidates: Candidates = choices
         self.costs: cost.Costs = costs
@@ -43,7 +43,7 @@ class Selector:
             drafter: acceptance.unknown() for drafter in choices.drafters
         }
         self.rounds_unobserved: dict[str, int] = dict.fromkeys(choices.drafters, 0)
-        # rounds that acceptance has not been learned from, with the drafts expected to be accepted
+        # rounds not yet used to update acceptance, with the drafts expected to be accepted
         self.unlearned: list[tuple[RoundReport, float]] = []
         self.timed: int = 0  # rounds whose time is known
         self.earlier: StrategyCounts = {}  # of finished stages, all together
@@ -104,10 +104,10 @@ class Selector:
     def _probe(
         self, predicted: Predictions, chosen: int, best: int, situation: Situation
     ) -> tuple[int | None, int | None]:
-        """Return what to probe, and what to compile for a probe: the cheapest within the budget.
+        """Return the probe, and the strategy to compile for one: the cheapest within the budget.
 
-        Probed are drafters of which little is known, and strategies that would be better than the
-        best, were their calls as quick as the doubt allows.
+        Candidates are drafters with few observations, and strategies that would be the best if
+        their calls were as fast as the doubt allows.
         """
         tokens = predicted.valued
         steady = predicted.steady
@@ -134,14 +134,14 @@ class Selector:
         return None, not_yet_compiled
 
     def _due(self, drafter: str) -> bool:
-        """Say whether too little is known of a drafter, or nothing of late."""
+        """Return whether a drafter has too few observations, or no recent ones."""
         old = self.rounds_unobserved[drafter] > SELECTOR_SETTINGS.old_rounds
         return old or self.acceptance[drafter].drafts < SELECTOR_SETTINGS.few_drafts
 
     def observe_round(self, report: RoundReport) -> None:
         """Learn from a round: its time now, its acceptance once every slice has reported.
 
-        Learning acceptance takes the host as long as a choice does.
+        Updating acceptance takes the host as long as a choice does.
         """
         expected = self.stage.take_expected(report)
         if expected is not None:
@@ -161,14 +161,16 @@ class Selector:
             self._learn()
 
     def _learn(self) -> None:
-        """Learn the drafters' acceptance from the rounds that have come since the last time."""
+        """Update the drafters' acceptance from the rounds since the last time."""
         for drafter in self.acceptance:
-            own = [one for one in self.unlearned if one[0].strategy.drafter == drafter and one[1]]
+            observed_rounds = [
+                one for one in self.unlearned if one[0].strategy.drafter == drafter and one[1]
+            ]
             known = acceptance.calibrate(
                 self.acceptance[drafter],
-                sum(report.accepted for report, _ in own),
-                sum(drafts for _, drafts in own),
-                rows=sum(report.live for report, _ in own),
+                sum(report.accepted for report, _ in observed_rounds),
+                sum(drafts for _, drafts in observed_rounds),
+                rows=sum(report.live for report, _ in observed_rounds),
             )
             shown: dict[bool, list[Observations]] = {True: [], False: []}
             for report, _ in self.unlearned:
@@ -178,15 +180,15 @@ class Selector:
                 else:
                     self.rounds_unobserved[drafter] = min(self.rounds_unobserved[drafter], 0)
                     shown[report.strategy.drafter == drafter].append(observations)
-            for used, found in shown.items():
-                if found:
-                    known = acceptance.observe(known, acceptance.joined(found), used)
+            for used, observed in shown.items():
+                if observed:
+                    known = acceptance.observe(known, acceptance.joined(observed), used)
             self.acceptance[drafter] = known
         self.unlearned = []
         self.expectations = predict.expect(self.candidates, self.acceptance)
 
     def _observe_seconds(self, report: RoundReport, seconds: float) -> None:
-        """Learn what a call costs; the machine is refitted whenever the timed rounds doubled."""
+        """Observe the time of a call; the machine is refitted whenever the timed rounds doubled."""
         at = self.candidates.place.get(report.strategy)
         if at is None:
             return
@@ -199,7 +201,7 @@ class Selector:
             cost.fit(self.costs)
 
     def observe_text(self, drafter: str, observations: Observations) -> None:
-        """Learn from finished text that a drafter has read: what it would have drafted there."""
+        """Learn from finished text that a drafter has read: the drafts it would have made there."""
         self.acceptance[drafter] = acceptance.observe(self.acceptance[drafter], observations)
         self.rounds_unobserved[drafter] = -SELECTOR_SETTINGS.text_rounds
         self.expectations = predict.expect(self.candidates, self.acceptance)
@@ -207,16 +209,16 @@ class Selector:
     def begin(self, costs: cost.Costs) -> None:
         """Take a run's own prior costs, after a possible restore.
 
-        What was measured of the same models on the same machine stays.
+        Measurements of the same models on the same machine stay.
         """
         if self.costs.prior != costs.prior:
             self.costs = costs
             self.timed = 0
 
     def stage_ended(self, kept: float) -> None:
-        """Fit the costs and find the trees anew, between two stages.
+        """Fit the costs and rebuild the trees, between two stages.
 
-        kept: what counts of acceptance weigh from now on, as the policy has moved.
+        kept: the weight of acceptance counts from now on, as the policy has moved.
         """
         self._learn()
         if not self.frozen_costs:
@@ -241,10 +243,10 @@ class Selector:
     def typical_situation(
         self, live: int, rows: int, most_nodes: int, at: np.ndarray | None = None
     ) -> Situation:
-        """Return a situation as rounds of about so many live rows have had it, or else all rounds.
+        """Return the mean situation of rounds with about this many live rows, or of all rounds.
 
-        Rows have the mean context of those rounds, and drafters the confidence that they had over
-        the last stage. at: shares [BANDS] of the rows' positions, if others than those of then.
+        Rows have the mean context of those rounds, and drafters their confidence over the last
+        stage. at: shares [BANDS] of the rows' positions, if they differ from then.
         """
         known = statistics.merged(self.earlier, self.stage.counts)
         size = statistics.bucket(live)
@@ -263,7 +265,7 @@ class Selector:
         )
 
     def pace(self, live: int, rows: int, most_nodes: int, at: np.ndarray | None = None) -> float:
-        """Return the tokens a second that one of `live` rows gains by the best strategy.
+        """Return the tokens per second that one of `live` rows gains by the best strategy.
 
         at: as in `typical_situation`.
         """
@@ -282,9 +284,9 @@ class Selector:
         return tokens, seconds
 
     def table(self, situation: Situation) -> list[dict[str, Any]]:
-        """List one row a strategy that fits, the best first: what is predicted, what it gave.
+        """List one row per strategy that fits, the best first: predictions and results.
 
-        The latter is of the rounds so far with about as many live rows, 0 where there were none.
+        The results are of the rounds so far with about as many live rows, 0 if there were none.
         """
         tokens, seconds = self._tokens_and_seconds(situation)
         live = statistics.bucket(situation.live)
@@ -313,11 +315,11 @@ class Selector:
         return sorted(rows, key=lambda row: -row["tokens_per_second"])
 
     def metrics(self) -> dict[str, float]:
-        """Return figures of the stage so far, as `Stage.metrics` does."""
+        """Return metrics of the stage so far, as `Stage.metrics` does."""
         return self.stage.metrics(self.acceptance)
 
     def state(self) -> dict[str, Any]:
-        """Return what the next stage's choices rest on, as JSON values and numpy arrays.
+        """Return the basis of the next stage's choices, as JSON values and numpy arrays.
 
         It is taken between stages.
         """
@@ -340,7 +342,7 @@ class Selector:
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `state` saved; drafters that are not among the candidates are dropped."""
+        """Restore what `state` saved; drafters that are not among the candidates are dropped."""
         for drafter in self.acceptance.keys() & saved["acceptance"].keys():
             self.acceptance[drafter] = acceptance.restore(saved["acceptance"][drafter])
             self.rounds_unobserved[drafter] = saved["silent"][drafter]

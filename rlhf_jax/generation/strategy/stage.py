@@ -1,4 +1,4 @@
-"""Follow the rounds of one stage: what was expected of each, and what they gave together."""
+"""Follow the rounds of one stage: expectations and results."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rlhf_jax.generation.strategy.predict import Situation
 from rlhf_jax.generation.strategy.statistics import StrategyCounts
 from rlhf_jax.types import Strategy
 
-_MOST_PENDING = 8  # Rounds of a slice that are remembered until their reports come.
+_MOST_PENDING = 8  # Pending rounds of a slice that are kept until their reports come.
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedRound:
-    """Hold what was expected of a round, for each live row."""
+    """Hold the expectations for a round, per live row."""
 
     strategy: Strategy
     tokens: float
@@ -30,14 +30,14 @@ class ExpectedRound:
 
 @dataclasses.dataclass
 class StageRounds:
-    """Hold figures of the rounds of the stage that runs."""
+    """Hold the figures of the running stage."""
 
-    counts: StrategyCounts = dataclasses.field(default_factory=dict)  # what its rounds gave
+    counts: StrategyCounts = dataclasses.field(default_factory=dict)  # results of its rounds
     # of its situations, summed
     classes: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     bands: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(acceptance.BANDS))
-    elapsed: float = 0.0  # predicted seconds of what was chosen
-    lost: float = 0.0  # of these, predicted to be lost on probes
+    elapsed: float = 0.0  # predicted seconds of the chosen strategies
+    lost: float = 0.0  # of these, predicted loss on probes
     switches: int = 0
     last: dict[int, Strategy] = dataclasses.field(default_factory=dict)  # by slice
     # by slice: the `ExpectedRound`s whose reports have not come
@@ -51,9 +51,9 @@ class StageRounds:
         seconds: float,
         calibration: float,
     ) -> None:
-        """Remember what is expected of a round, for when its report comes, and of which rows.
+        """Record the expectations for a round until its report comes, and its rows.
 
-        tokens: of all live rows; calibration: accepted over predicted drafts that they include.
+        tokens: of all live rows; calibration: accepted over predicted drafts, included in them.
         """
         place = situation.slice
         for drafter, counts in situation.classes.items():
@@ -69,7 +69,7 @@ class StageRounds:
         pending.append(ExpectedRound(strategy, of_row, (of_row - 1) / calibration, seconds=seconds))
 
     def take_expected(self, report: RoundReport) -> ExpectedRound | None:
-        """Take what was expected of the slice's oldest pending round of the report's strategy."""
+        """Take the expectations for the slice's oldest pending round of the report's strategy."""
         pending = self.pending.get(report.slice) or collections.deque()
         while pending:
             expected = pending.popleft()
@@ -78,9 +78,10 @@ class StageRounds:
         return None
 
     def metrics(self, known: Mapping[str, Acceptance]) -> dict[str, float]:
-        """Return figures of the stage so far, with the acceptance by drafter.
+        """Return metrics of the stage so far, with the acceptance by drafter.
 
-        They say who drafted, how much, and how true the predictions of timed rounds were.
+        They are the share of each drafter, the tokens, and the accuracy of predictions of timed
+        rounds.
         """
         ratio = statistics.ratio
         total = statistics.total(self.counts.values())

@@ -1,4 +1,4 @@
-"""Sum what rounds were predicted to give and what they gave, by strategy and by live rows."""
+"""Sum the predictions and results of rounds, by strategy and by live rows."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ RoundCounts = dict[str, float]  # sums over rounds, by name
 # by strategy and live rows, rounded up to a power of two
 StrategyCounts = dict[tuple[Strategy, int], RoundCounts]
 
-# What a row of `rows` says of its rounds, beside `live` and `strategy`. The timed figures are of
-# the rounds whose time is known, so that what was predicted of them compares with what they gave.
+# The figures of rounds in a row of `rows`, besides `live` and `strategy`. The timed ones are of the
+# rounds whose time is known, so that predictions and results are comparable.
 COUNTS = ("rounds", "live_rows", "tokens", "accepted")
 TIMED = ("timed_rounds", "seconds", "timed_tokens", "predicted_tokens", "predicted_seconds")
 
@@ -28,9 +28,9 @@ def bucket(live: int) -> int:
 def add(
     counts: StrategyCounts, report: RoundReport, tokens: float, seconds: float, timed: bool
 ) -> None:
-    """Count a round of which `tokens` and `seconds` were predicted, if it gave some row anything.
+    """Count a round with predicted `tokens` and `seconds`, if any row gained tokens.
 
-    timed: whether its measured time counts, where the report has one.
+    timed: whether its measured time counts, if the report has one.
     """
     if not report.live:
         return
@@ -69,7 +69,7 @@ def total(counts: Iterable[Mapping[str, float]]) -> RoundCounts:
 
 
 def ratio(above: float, below: float) -> float:
-    """Divide two sums, 0 where there is nothing to divide by."""
+    """Divide two sums; return 0 if the divisor is 0."""
     return float(above / below) if below else 0.0
 
 
@@ -78,13 +78,13 @@ def rows(counts: StrategyCounts) -> list[dict[str, Any]]:
 
     A row has names, the figures of `COUNTS`, and those of `TIMED` if any round was timed.
     """
-    found = []
+    table = []
     for (strategy, live), sums in counts.items():
         names = {"live": live, "strategy": trees.name_of(strategy), "drafter": strategy.drafter}
         figures = {name: sums[name] for name in COUNTS + TIMED if name in sums}
-        found.append(names | {"drafts": len(strategy.parents)} | figures)
+        table.append(names | {"drafts": len(strategy.parents)} | figures)
     return sorted(
-        found, key=lambda row: (row["live"], row["drafter"], row["drafts"], row["strategy"])
+        table, key=lambda row: (row["live"], row["drafter"], row["drafts"], row["strategy"])
     )
 
 

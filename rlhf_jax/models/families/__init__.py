@@ -1,4 +1,4 @@
-"""The registry of model families: one more is a file here and a line below."""
+"""The registry of model families: a new one is a file here and a line below."""
 
 from typing import Any
 
@@ -12,14 +12,14 @@ from rlhf_jax.models.families.qwen3 import QWEN3
 from rlhf_jax.models.weight import Weight, WeightTable
 from rlhf_jax.types import ModelConfig
 
-# By name, in the order in which error sentences list them.
+# By name, in the order in which error messages list them.
 FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
 
 
 def register(family: Family) -> None:
-    """Let model folders be of a family, under its name.
+    """Register a family for model folders, under its name.
 
-    Raises ValueError where another has that name, or a weight of its name with other axes.
+    Raises ValueError if another has that name, or a weight of its name with other axes.
     """
     if FAMILIES.get(family.name, family) != family:
         raise ValueError(f"There is a family {family.name!r} already; choose another name.")
@@ -34,7 +34,7 @@ def register(family: Family) -> None:
 
 
 def weights_of(config: ModelConfig) -> WeightTable:
-    """Return the table of a model's weights, in the order in which random ones are drawn."""
+    """Return the table of a model's weights, in the order of random initialisation."""
     ends = dict(END_WEIGHTS)
     table = {"embed": ends.pop("embed"), **FAMILIES[config.family].weights, **ends}
     if config.tied:
@@ -43,11 +43,11 @@ def weights_of(config: ModelConfig) -> WeightTable:
 
 
 def weight_at(path: tuple[Any, ...]) -> Weight | None:
-    """Return the weight at a path in a tree of models or layers, or above it; None of other leaves.
+    """Return the weight at or above a path in a tree of models or layers; None for other leaves.
 
-    It may be a part of a weight of another kind, and the tree gradients or moments.
+    The path may be inside a weight of another kind, and the tree may hold gradients or moments.
     """
-    inside = None  # the field that the path is in
+    inside = None  # the field that contains the path
     for key in path:
         if isinstance(key, DictKey) and inside in (None, "layers"):
             return _layer_weights().get(key.key)

@@ -1,4 +1,4 @@
-"""A family of language models: its table of weights, its block, and how its files name them."""
+"""A family of language models: its table of weights, its block, and the names in its files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from rlhf_jax.models.block import gated_block
 from rlhf_jax.models.weight import Weight, WeightTable
 
-# The weights beside the layers, by their field of `Model`.
+# The weights outside the layers, by their field of `Model`.
 END_WEIGHTS: WeightTable = {
     "embed": Weight("VM", ("V", "M"), "M", "model.embed_tokens.weight", "token_embd.weight"),
     "norm": Weight("M", ("M",), 1.0, "model.norm.weight", "output_norm.weight"),
@@ -19,12 +19,12 @@ END_WEIGHTS: WeightTable = {
 def layer_weight(
     axes: str, stored: tuple[str, ...], init: str | float, huggingface: str, gguf: str
 ) -> Weight:
-    """Return a weight of each layer, whose names in files lack what stands before the layer's."""
+    """Return a weight of each layer; its names omit the prefix of the layer's."""
     names = ("model.layers.{layer}." + huggingface, "blk.{layer}." + gguf)
     return Weight(axes, stored, init, *names)
 
 
-# The weights of a layer of Llama, which its relatives add to.
+# The weights of a layer of Llama, which related families extend.
 LAYER_WEIGHTS: WeightTable = {
     "attention_norm": layer_weight("M", ("M",), 1.0, "input_layernorm.weight", "attn_norm.weight"),
     "query": layer_weight("MHD", ("HD", "M"), "M", "self_attn.q_proj.weight", "attn_q.weight"),
@@ -44,25 +44,25 @@ LAYER_WEIGHTS: WeightTable = {
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Describe what a family of models has of its own; all else is as in Llama.
+    """Describe the specifics of a family of models; all else is as in Llama.
 
     The transformer runs `block` on layers of `weights`. The two readers of model files,
     `huggingface` and `gguf`, take the rest from here.
     """
 
     name: str  # The `model_type` of config.json, and `ModelConfig.family`.
-    class_prefix: str  # How its classes in transformers begin: "Llama" of LlamaForCausalLM.
-    # Published models of the family, for the sentence that lists what is supported.
+    class_prefix: str  # The prefix of its classes in transformers: "Llama" of LlamaForCausalLM.
+    # Published models of the family, for the message that lists the supported ones.
     models: str = ""
-    # The weights of a layer, in the order in which random ones are drawn.
+    # The weights of a layer, in the order of random initialisation.
     weights: WeightTable = dataclasses.field(default_factory=LAYER_WEIGHTS.copy, repr=False)
-    # What a layer computes of hidden states, with the arguments and results of `gated_block`.
+    # The function of a layer, with the arguments and results of `gated_block`.
     block: Callable = gated_block
     # Keys of config.json that transformers gives no default in this family.
     required_keys: tuple[str, ...] = ()
     # Whether `sliding_window` of config.json counts without `use_sliding_window`.
     always_windowed: bool = False
-    # The `general.architecture` of its GGUF files; None where they say another family's.
+    # The `general.architecture` of its GGUF files; None if they use another family's.
     gguf_architecture: str | None = None
     # Whether llama.cpp interleaves the two halves of each head of query and key.
     gguf_interleaved: bool = False

@@ -1,4 +1,4 @@
-"""Llama: the family that the others differ from."""
+"""Llama: the base of the other families."""
 
 from rlhf_jax.models.families.family import Family
 

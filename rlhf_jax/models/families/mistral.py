@@ -1,4 +1,4 @@
-"""Mistral: Llama with a sliding window; its GGUF files say that they are Llama's."""
+"""Mistral: Llama with a sliding window; its GGUF files are marked as Llama's."""
 
 from rlhf_jax.models.families.family import Family
 

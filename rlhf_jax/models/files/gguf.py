@@ -1,4 +1,4 @@
-"""GGUF files: configuration, weights (dequantised), tokenizer and chat template in."""
+"""Read GGUF files: configuration, weights (dequantised), tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from rlhf_jax.models.transformer import rope_frequencies
 from rlhf_jax.runtime.foreign import check_kinds, reading_foreign
 from rlhf_jax.types import Model, ModelConfig, RopeScaling
 
-# The tensor in which llama.cpp keeps Llama 3's scaling, as one divisor a frequency.
+# The tensor in which llama.cpp keeps Llama 3's scaling, as one divisor per frequency.
 ROPE_DIVISORS = "rope_freqs.weight"
 TEMPLATE = "tokenizer.chat_template"
-TOOL_TEMPLATE = "tokenizer.chat_template.tool_use"  # Where there is one for tools alone.
-# What the values of keys must be, where they are there.
+TOOL_TEMPLATE = "tokenizer.chat_template.tool_use"  # If present, it is for tools only.
+# The required types of keys, where present.
 METADATA_KINDS: dict[str, tuple[type, ...]] = {
     TEMPLATE: (str,),
     TOOL_TEMPLATE: (str,),
@@ -36,7 +36,8 @@ METADATA_KINDS: dict[str, tuple[type, ...]] = {
 # Values of `tokenizer.ggml.token_type` whose tokens are never made by merging.
 CONTROL = 3
 USER_DEFINED = 4
-# Llama 3 and Qwen split words alike, but for how many digits stay together: DIGITS stands for that.
+# Llama 3 and Qwen split words alike, except for the number of digits that stay together: DIGITS
+# stands for that.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -45,13 +46,13 @@ DIGITS = {"llama-bpe": r"\p{N}{1,3}", "qwen2": r"\p{N}"}
 
 
 def read_config(file: File) -> ModelConfig:
-    """Read the `ModelConfig` of a file; ValueError names what is missing or not supported."""
+    """Read the `ModelConfig` of a file; ValueError names anything missing or unsupported."""
     with reading_foreign(file.path, "a GGUF file of a model"):
         return checked(_read_metadata(file), file.path)
 
 
 def _read_metadata(file: File) -> ModelConfig:
-    """Make a `ModelConfig` of the metadata; any error where a value is of another type."""
+    """Make a `ModelConfig` from the metadata; any error if a value has another type."""
     architecture = file["general.architecture"]
     families = {f.gguf_architecture: f for f in FAMILIES.values() if f.gguf_architecture}
     if architecture not in families:
@@ -76,7 +77,7 @@ def _read_metadata(file: File) -> ModelConfig:
             )
 
     context = file["{arch}.context_length"]
-    # The decimal that was meant by a number kept in float32: 1e-5, not 9.99999974738e-06.
+    # The decimal that a float32 number stands for: 1e-5, not 9.99999974738e-06.
     norm_eps = float(str(np.float32(file["{arch}.attention.layer_norm_rms_epsilon"])))
     config = ModelConfig(
         family=family.name,
@@ -96,7 +97,7 @@ def _read_metadata(file: File) -> ModelConfig:
 
 
 def _read_scaling(file: File, config: ModelConfig) -> RopeScaling | None:
-    """Return the scaling of the rotary embedding of a `config` that has none yet."""
+    """Return the scaling of the rotary embedding of a `config` without one."""
     if ROPE_DIVISORS in file.tensors:
         # The largest divisor is Llama 3's factor; the others must follow from it.
         divisors = file.dequantise(ROPE_DIVISORS)
@@ -122,12 +123,12 @@ def _read_scaling(file: File, config: ModelConfig) -> RopeScaling | None:
 def end_tokens(file: File) -> dict[str, tuple[int, ...]]:
     """Return the ids of the tokens that end a text, a turn or a message, under the file's name."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-    found = (token_id(file.metadata, key, file.path) for key in keys)
-    return {file.path.name: tuple(dict.fromkeys(one for one in found if one is not None))}
+    ids = (token_id(file.metadata, key, file.path) for key in keys)
+    return {file.path.name: tuple(dict.fromkeys(one for one in ids if one is not None))}
 
 
 def repeated(file: File) -> dict[str, dict[str, Any]]:
-    """Return what an export has of the metadata, in the keys of config.json."""
+    """Return the metadata to copy to an export, in the keys of config.json."""
     keys = {"bos_token_id": "bos", "pad_token_id": "padding"}
     ids = {
         key: token_id(file.metadata, f"tokenizer.ggml.{name}_token_id", file.path)
@@ -162,13 +163,13 @@ def load(file: File, dtype: DTypeLike, shardings: Model | None = None) -> Model:
 
 def check_tensors(file: File, config: ModelConfig) -> None:
     """Raise ValueError, naming the tensor, unless the file holds just the weights of `config`."""
-    found = {
+    tensors = {
         name: (file.path, tensor.shape)
         for name, tensor in file.tensors.items()
         if name != ROPE_DIVISORS
     }
     names = weight_table.stored_names(config, "gguf")
-    weight_table.check_weights(found, names, file.path, config)
+    weight_table.check_weights(tensors, names, file.path, config)
 
 
 def read_tokenizer(file: File) -> Tokenizer:
@@ -178,7 +179,7 @@ def read_tokenizer(file: File) -> Tokenizer:
 
 
 def _make_tokenizer(file: File) -> Tokenizer:
-    """Make the tokenizer of the metadata; any error where a value is of another type."""
+    """Make the tokenizer from the metadata; any error if a value has another type."""
     kind = file["tokenizer.ggml.model"]
     if kind != "gpt2":
         raise ValueError(
@@ -207,12 +208,12 @@ def _make_tokenizer(file: File) -> Tokenizer:
 
 
 def _make_backend(file: File, special: Mapping[str, str]) -> tokenizers.Tokenizer:
-    """Make the tokenizer of a file's vocabulary, merges and added tokens."""
+    """Make the tokenizer from a file's vocabulary, merges and added tokens."""
     kind = file.get("tokenizer.ggml.pre", "default")
     tokens = file["tokenizer.ggml.tokens"]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ")) for merge in file["tokenizer.ggml.merges"]]
-    # Llama 3 takes a word that is in the vocabulary as it is, whatever its merges say.
+    # Llama 3 keeps a word in the vocabulary whole, whatever its merges are.
     backend = tokenizers.Tokenizer(
         models.BPE(vocabulary, merges, ignore_merges=kind == "llama-bpe")
     )
@@ -237,7 +238,7 @@ def _make_backend(file: File, special: Mapping[str, str]) -> tokenizers.Tokenize
 
 
 def _make_pre_tokenizer(kind: str, path: Path) -> pre_tokenizers.PreTokenizer:
-    """Make what splits a text into words, by llama.cpp's name for it."""
+    """Make the splitter of texts into words, by llama.cpp's name for it."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if kind in ("default", "gpt-2"):
         return byte_level

@@ -1,6 +1,6 @@
-"""GGUF files parsed: metadata, and tensors as mapped bytes that are dequantised one at a time.
+"""Parse GGUF files: metadata, and mapped tensors that are dequantised one at a time.
 
-Own code because the reader of the `gguf` package takes seconds over a vocabulary of 49,000; its
+Own code, because the reader of the `gguf` package takes seconds over a vocabulary of 49,000; its
 type table and its dequantisation are used. The format, versions 2 and 3, is docs/gguf.md of
 github.com/ggml-org/ggml.
 """
@@ -19,7 +19,7 @@ import numpy as np
 
 from rlhf_jax.runtime.foreign import reading_foreign
 
-# The package is imported where a file is read: a run without such files does without it.
+# The package is imported when a file is read, so that other runs do not need it.
 if TYPE_CHECKING:
     import gguf
 
@@ -39,14 +39,14 @@ SCALARS = {
     11: "<i8",
     12: "<f8",
 }
-LARGE = 1 << 20  # Bytes from which on it is asked first whether a file has so many.
+LARGE = 1 << 20  # Bytes from which on the size is checked against the file first.
 MAX_RANK = 4  # Axes of a tensor, at most.
 MOST_NUMBERS = 1 << 62  # Of a tensor.
-DEFAULT_ALIGNMENT = 32  # Tensors begin at a multiple of so many bytes, where a file says nothing.
+DEFAULT_ALIGNMENT = 32  # Tensors begin at a multiple of this many bytes by default.
 
 
 class Tensor(NamedTuple):
-    """Say where in a file a tensor lies, and its shape with rows first, as PyTorch has it."""
+    """Hold the place of a tensor in a file, and its shape with rows first, as in PyTorch."""
 
     shape: tuple[int, ...]
     kind: gguf.GGMLQuantizationType
@@ -56,7 +56,7 @@ class Tensor(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class File:
-    """Hold a parsed GGUF file: its metadata, and where its tensors lie."""
+    """Hold a parsed GGUF file: its metadata, and the places of its tensors."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -77,13 +77,13 @@ class File:
         return value
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a metadata key as `[]` does, or `default` where it is missing."""
+        """Return the value of a metadata key as `[]` does, or `default` if it is missing."""
         return self.metadata.get(
             key.format(arch=self.metadata.get("general.architecture")), default
         )
 
     def dequantise(self, name: str) -> np.ndarray:
-        """Read a tensor as float32; ValueError when the `gguf` package cannot decode its type."""
+        """Read a tensor as float32; ValueError if the `gguf` package cannot decode its type."""
         import gguf
 
         tensor = self.tensors[name]
@@ -99,7 +99,7 @@ class File:
 def open_file(path: Path) -> File:
     """Parse a GGUF file, reading no weights.
 
-    Raises FileNotFoundError or ValueError, in one sentence, when it is missing or broken.
+    Raises FileNotFoundError or ValueError, in one sentence, if it is missing or broken.
     """
     path = Path(path)
     with reading_foreign(path, "a GGUF file"), path.open("rb") as stream:
@@ -114,7 +114,7 @@ def open_file(path: Path) -> File:
 
 
 def _parse(stream: BinaryIO) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read (metadata, tensors) from the beginning of a file; `open_file` lists what it raises."""
+    """Read (metadata, tensors) from the beginning of a file; errors as in `open_file`."""
     import gguf
 
     magic, version, num_tensors, num_keys = struct.unpack("<4sIQQ", _take(stream, 24))
@@ -167,7 +167,7 @@ def _read_string(stream: BinaryIO) -> str:
 
 
 def _read_value(stream: BinaryIO, kind: int) -> Any:
-    """Read a metadata value of a kind; ValueError where the format knows no such kind."""
+    """Read a metadata value of a kind; ValueError if the format knows no such kind."""
     if kind == STRING:
         return _read_string(stream)
     element = _read_integer(stream, 4) if kind == ARRAY else kind

@@ -1,4 +1,4 @@
-"""Hugging Face folders: weights in, and whole folders out again so that `transformers` loads them.
+"""Read weights of Hugging Face folders, and write whole folders that `transformers` loads.
 
 `huggingface_config` reads and writes their config.json.
 """
@@ -28,22 +28,24 @@ from rlhf_jax.types import Model, ModelConfig
 
 SCALAR_HEAD = "score.weight"  # The head of a sequence classifier, in every family.
 SHARD_BYTES = 5_000_000_000  # The most bytes of one file, as transformers splits them.
-ROWS = 4096  # Of two matrices that are compared, so many at a time: the first may tell.
+ROWS = 4096  # Rows of two matrices compared at a time: the first ones may decide.
 
 
 def end_tokens(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the ids of the tokens that end a text, by the file of the folder that names them."""
-    found = {}
+    by_file = {}
     for name in ("generation_config.json", "config.json"):
         file = Path(folder) / name
         ids = read_json(file).get("eos_token_id") if file.exists() else None
         if ids is not None:
-            found[name] = checked_ids(ids if isinstance(ids, list) else [ids], file, "eos_token_id")
-    return found
+            by_file[name] = checked_ids(
+                ids if isinstance(ids, list) else [ids], file, "eos_token_id"
+            )
+    return by_file
 
 
 def repeated(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return what an export repeats of a folder's JSON files, by the file's name."""
+    """Return the content of a folder's JSON files to copy to an export, by the file's name."""
     file = Path(folder) / "generation_config.json"
     generation = read_json(file) if file.exists() else {}
     for key in ("bos_token_id", "pad_token_id"):
@@ -55,9 +57,9 @@ def repeated(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Read the `ModelConfig` of a folder, which its weights decide where it says that it is tied.
+    """Read the `ModelConfig` of a folder; its weights decide whether a tied head really is.
 
-    As in transformers 5, a head that is not the embedding counts. Errors are those of
+    As in transformers 5, a head that differs from the embedding counts. Errors are those of
     `huggingface_config.read_config` and of the weights' files.
     """
     config = huggingface_config.read_config(folder)
@@ -96,12 +98,12 @@ def open_tensors(folder: Path, config: ModelConfig) -> dict[str, np.ndarray]:
     folder = Path(folder)
     tensors = _views(folder)
     if config.tied:
-        # A head that is here is the embedding, also in its place.
+        # A head in a tied model equals the embedding, so it is read in its place.
         head = tensors.pop(END_WEIGHTS["head"].huggingface, None)
         if head is not None:
             tensors.setdefault(END_WEIGHTS["embed"].huggingface, head)
-    found = {name: (folder, view.shape) for name, view in tensors.items()}
-    weight_table.check_weights(found, _names(config), folder, config)
+    shapes = {name: (folder, view.shape) for name, view in tensors.items()}
+    weight_table.check_weights(shapes, _names(config), folder, config)
     return tensors
 
 
@@ -110,14 +112,14 @@ def _views(folder: Path) -> dict[str, np.ndarray]:
     tensors = {}
     for file in _weight_files(folder):
         tensors |= safetensors_file.views(file)
-    # Old files repeat what the configuration already says.
+    # Old files repeat parts of the configuration.
     return {name: one for name, one in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the files of a folder's weights: the index counts where there is no single file.
+    """Return the files of a folder's weights: the index counts if there is no single file.
 
-    Raises ValueError where the index is not one, FileNotFoundError where a file is missing.
+    Raises ValueError if the index is invalid, FileNotFoundError if a file is missing.
     """
     files = [folder / "model.safetensors"]
     index = folder / "model.safetensors.index.json"
@@ -160,10 +162,10 @@ def save(
     """Write a folder that `transformers` loads: weights, configuration, tokenizer if given.
 
     Texts end at `stop_tokens` there, too. repeated: of the model's `Source`, by the file's name.
-    The weights are written in `dtype`; those over `SHARD_BYTES` are split into several files with
-    an index. The folder appears whole or not at all: it is written beside its place and renamed;
-    one already there is replaced. Raises ValueError where the head does not fit the configuration,
-    OSError, in one sentence, where the disk refuses.
+    The weights are written in `dtype`; above `SHARD_BYTES` they are split into several files with
+    an index. The folder appears completely or not at all: it is written next to its place and
+    renamed; an existing one is replaced. Raises ValueError if the head does not fit the
+    configuration, OSError, in one sentence, if the disk fails.
     """
     outputs = 1 if model.config.scalar_head else model.config.vocab_size
     if model.head is not None and model.head.shape[-1] != outputs:
@@ -200,7 +202,7 @@ def save(
 
 
 def _write_weights(folder: Path, model: Model, dtype: np.dtype) -> None:
-    """Write the weights to safetensors files, with an index where there are several."""
+    """Write the weights to safetensors files, with an index if there are several."""
     names = _names(model.config)
     # Groups of at most `SHARD_BYTES`; one weight that alone is larger is a group of its own.
     shards: list[list[weight_table.WeightKey]] = [[]]

@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face folder, read as a `ModelConfig` and written from one."""
+"""Read config.json of a Hugging Face folder as a `ModelConfig`, and write it from one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rlhf_jax.models.files.sizes import checked, token_id
 from rlhf_jax.runtime.foreign import check_kinds, read_json, reading_foreign
 from rlhf_jax.types import ModelConfig, RopeScaling
 
-# How the class of a language model ends in `architectures`, and that of a critic or reward model.
+# Suffixes in `architectures` of the class of a language model, and of a critic or reward model.
 LANGUAGE_MODEL = "ForCausalLM"
 CLASSIFIER = "ForSequenceClassification"
-# The context before it was scaled; beside the scaling, or within it.
+# The context before scaling; next to the scaling's key, or within it.
 ORIGINAL = "original_max_position_embeddings"
 # The values of a key under which this project's transformer computes the same function.
 SUPPORTED = {
@@ -26,7 +26,7 @@ SUPPORTED = {
     "partial_rotary_factor": (1.0, None),
     "quantization_config": (None,),
 }
-# What the values of keys must be, where they are there; sizes are checked as numbers.
+# The required types of keys, where present; sizes are checked as numbers.
 CONFIG_KINDS: dict[str, tuple[type, ...]] = {
     "architectures": (list,),
     "layer_types": (list,),
@@ -43,8 +43,8 @@ CONFIG_KINDS: dict[str, tuple[type, ...]] = {
     "max_window_layers": (int,),
     "num_labels": (int,),
 }
-WINDOW = 4096  # What transformers takes where `sliding_window` is missing and counts.
-# What an export repeats, as no `ModelConfig` has it.
+WINDOW = 4096  # transformers' default if `sliding_window` is missing and counts.
+# Keys copied to an export, as no `ModelConfig` has them.
 REPEATED = (
     "bos_token_id",
     "pad_token_id",
@@ -59,8 +59,8 @@ REPEATED = (
 def read_config(folder: Path) -> ModelConfig:
     """Read the `ModelConfig` of a folder's config.json.
 
-    A sequence classifier of one label has a scalar head. Raises ValueError that names what is
-    missing or not supported, FileNotFoundError where the file is missing.
+    A sequence classifier of one label has a scalar head. Raises ValueError that names anything
+    missing or unsupported, FileNotFoundError if the file is missing.
     """
     file = Path(folder) / "config.json"
     raw = read_json(file)
@@ -69,7 +69,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def _read_content(raw: dict, file: Path) -> ModelConfig:
-    """Make a `ModelConfig` of config.json's content; any error where a value is of another type."""
+    """Make a `ModelConfig` from config.json's content; any error if a value has another type."""
     check_kinds(raw, CONFIG_KINDS, file)
     for key in ("architectures", "layer_types"):
         if not all(isinstance(text, str) for text in raw.get(key) or ()):
@@ -97,7 +97,7 @@ def _read_content(raw: dict, file: Path) -> ModelConfig:
         raise ValueError(
             f"{file}: layers of type {sorted(kinds)} are not supported; only attention is."
         )
-    # Two is what transformers takes where nothing is said.
+    # Two is transformers' default.
     labels = raw.get("num_labels")
     labels = len(raw.get("id2label") or range(2)) if labels is None else labels
     if _is_classifier(raw) and labels != 1:
@@ -117,7 +117,7 @@ def _read_content(raw: dict, file: Path) -> ModelConfig:
 
 
 def _convert(raw: dict, family: Family, theta: float, scaling: RopeScaling | None) -> ModelConfig:
-    """Make a `ModelConfig` of config.json's content; KeyError where a key is missing."""
+    """Make a `ModelConfig` from config.json's content; KeyError if a key is missing."""
 
     def get(key: str, default: int) -> int:
         value = raw[key] if key in family.required_keys else raw.get(key)
@@ -125,7 +125,7 @@ def _convert(raw: dict, family: Family, theta: float, scaling: RopeScaling | Non
 
     heads = raw["num_attention_heads"]
     context = raw["max_position_embeddings"]
-    # As far as a window reaches, a layer that slides one is the same as full attention.
+    # Up to the length of its window, a sliding layer equals full attention.
     windowed = family.always_windowed or raw.get("use_sliding_window")
     window = raw.get("sliding_window", WINDOW) if windowed else None
     scalar_head = _is_classifier(raw)
@@ -148,15 +148,15 @@ def _convert(raw: dict, family: Family, theta: float, scaling: RopeScaling | Non
 
 
 def repeated(folder: Path) -> dict[str, Any]:
-    """Return what an export repeats of a folder's config.json; ids are checked."""
+    """Return the keys of a folder's config.json to copy to an export; ids are checked."""
     file = Path(folder) / "config.json"
     raw = read_json(file)
     for key in ("bos_token_id", "pad_token_id"):
         token_id(raw, key, file)
-    found = {key: raw[key] for key in REPEATED if key in raw}
+    kept = {key: raw[key] for key in REPEATED if key in raw}
     if FAMILIES[raw["model_type"]].always_windowed or raw.get("use_sliding_window"):
-        found.setdefault("sliding_window", WINDOW)
-    return found
+        kept.setdefault("sliding_window", WINDOW)
+    return kept
 
 
 def _is_classifier(raw: dict) -> bool:
@@ -164,7 +164,7 @@ def _is_classifier(raw: dict) -> bool:
 
 
 def _rope(raw: dict) -> dict[str, Any]:
-    """Return what there is of the rotary embedding: transformers 4's key comes before 5's."""
+    """Return the keys of the rotary embedding: transformers 4's come before 5's."""
     return raw.get("rope_scaling") or raw.get("rope_parameters") or {}
 
 
@@ -201,7 +201,7 @@ def config_json(
 ) -> dict[str, Any]:
     """Return the content of config.json, in the keys that transformers 4 and 5 both read.
 
-    repeated: keys of the config.json that the model came with, which come before those made here.
+    repeated: keys of the config.json that the model came with; they override those made here.
     """
     labels = {}
     if config.scalar_head:

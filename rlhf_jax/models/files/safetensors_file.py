@@ -1,9 +1,9 @@
-"""safetensors files as memory-mapped views, read where they are touched, bfloat16 included.
+"""Read safetensors files as memory-mapped views, bfloat16 included.
 
-Own code because a sharded load takes 1.6 times as long by the reader of the package `safetensors`,
-which copies whole tensors where a device wants its part (SmolLM2-135M over 8 CPU devices, version
-0.8; memory is the same). The format is a length (8 bytes, little endian), a JSON header, and the
-bytes.
+Own code, because a sharded load takes 1.6 times as long with the reader of the package
+`safetensors`, which copies whole tensors where a device needs its part (SmolLM2-135M over 8 CPU
+devices, version 0.8; memory is the same). The format is a length (8 bytes, little endian), a JSON
+header, and the bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import safetensors
 
 from rlhf_jax.runtime.foreign import parse_json, reading_foreign
 
-# The dtypes that are read, by their names in a header.
+# The supported dtypes, by their names in a header.
 FLOATS = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
@@ -29,7 +29,7 @@ HEADER_LIMIT = 100_000_000  # The most bytes of a header, as in the format's own
 def views(file: Path) -> dict[str, np.ndarray]:
     """Return every tensor of a file as a read-only view of the mapped bytes; reads no data.
 
-    The header must please the format's own reader. Raises ValueError when the file is truncated or
+    The format's own reader must accept the header. Raises ValueError if the file is truncated or
     broken, or holds anything but floats.
     """
     with reading_foreign(file, "a safetensors file"):
@@ -46,7 +46,7 @@ def views(file: Path) -> dict[str, np.ndarray]:
         with safetensors.safe_open(file, "numpy"):
             pass  # offsets, shapes and sizes are checked
         mapped = np.memmap(file, np.uint8, mode="r")
-        found = {}
+        tensors = {}
         for name, spec in specs.items():
             dtype = FLOATS.get(spec["dtype"])
             if dtype is None:
@@ -55,8 +55,8 @@ def views(file: Path) -> dict[str, np.ndarray]:
                     f" {', '.join(FLOATS)} are read."
                 )
             offset = start + spec["data_offsets"][0]
-            found[name] = np.ndarray(tuple(spec["shape"]), dtype, buffer=mapped, offset=offset)
-        return found
+            tensors[name] = np.ndarray(tuple(spec["shape"]), dtype, buffer=mapped, offset=offset)
+        return tensors
 
 
 def _check_size(file: Path, size: int) -> None:

@@ -1,4 +1,4 @@
-"""What a model's sizes and token ids may be, whichever file they come from."""
+"""Bounds of a model's sizes and token ids, for all kinds of files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf_jax.types import ModelConfig, RopeScaling
 
-# The largest value of each size: far beyond any model, so that nothing is built for a damaged one.
+# The largest value of each size: far beyond any model, so that a damaged file builds nothing.
 LARGEST_SIZES = {
     "vocab_size": 1 << 24,
     "width": 1 << 20,
@@ -25,7 +25,7 @@ LARGEST_FACTOR = 1e12
 
 
 def checked(config: ModelConfig, file: Path) -> ModelConfig:
-    """Return a config that was read from a file; ValueError where a size cannot be."""
+    """Return a config that was read from a file; ValueError if a size is out of bounds."""
     for name, largest in LARGEST_SIZES.items():
         value = getattr(config, name)
         if not _is_int(value) or not 0 < value <= largest:
@@ -48,8 +48,8 @@ def checked(config: ModelConfig, file: Path) -> ModelConfig:
         named = dataclasses.asdict(scaling)
         kind = named.pop("kind")
         context = int(number("original_max_position_embeddings", named.pop("original_context")))
-        found = {name: number(f"rope scaling's {name}", value) for name, value in named.items()}
-        scaling = RopeScaling(kind, **found, original_context=context)
+        numbers = {name: number(f"rope scaling's {name}", value) for name, value in named.items()}
+        scaling = RopeScaling(kind, **numbers, original_context=context)
     return dataclasses.replace(
         config,
         norm_eps=number("norm_eps", config.norm_eps, largest=1.0),
@@ -59,7 +59,7 @@ def checked(config: ModelConfig, file: Path) -> ModelConfig:
 
 
 def checked_ids(ids: Sequence[Any], file: Path, key: str) -> tuple[int, ...]:
-    """Return token ids that were read from a file; ValueError where one cannot be."""
+    """Return token ids that were read from a file; ValueError if one is out of bounds."""
     for token in ids:
         if not _is_int(token) or not 0 <= token < LARGEST_SIZES["vocab_size"]:
             raise ValueError(f"{file}: {key} is {token!r:.60}; it must be a token id.")
@@ -67,9 +67,9 @@ def checked_ids(ids: Sequence[Any], file: Path, key: str) -> tuple[int, ...]:
 
 
 def token_id(content: Mapping[str, Any], key: str, file: Path) -> int | None:
-    """Return the token id under a key of a file's content; None where there is none.
+    """Return the token id under a key of a file's content; None if there is none.
 
-    -1, as older folders have it, stands for none. ValueError where it cannot be one.
+    -1, as in older folders, means none. ValueError if it is invalid.
     """
     value = content.get(key)
     return None if value in (None, -1) else checked_ids([value], file, key)[0]

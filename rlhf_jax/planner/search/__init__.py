@@ -1,1 +1,1 @@
-"""Find the best plan of calls: what each placement costs, and which are best together."""
+"""Find the best plan of calls: the costs of each placement, and the best combination."""

@@ -1,7 +1,7 @@
-"""Find the placements whose step is predicted to be shortest, and prove that none is shorter.
+"""Find the placements with the shortest predicted step, and prove their optimality.
 
-Branch and bound (Land and Doig 1960): calls are placed one by one, and a beginning is given up once
-no end of it can be shorter than what is known.
+Branch and bound (Land and Doig 1960): calls are placed one by one, and a partial placement is
+dropped once no completion can be shorter than the best known one.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from rlhf_jax.planner.search.schedule import Option, Placed, Problem, most_bytes
 
 
 class SearchResult(NamedTuple):
-    """Hold the best placement of all calls, its seconds, and a bound below which none is."""
+    """Hold the best placement of all calls, its seconds, and a lower bound."""
 
-    placed: dict[str, Option]  # none where time ran out before one was found
+    placed: dict[str, Option]  # none if time ran out before one was found
     seconds: float
     bound: float
 
     @property
     def gap(self) -> float:
-        """Return by which share of its seconds the choice may be longer than the best one."""
+        """Return the share of its seconds by which the choice may be longer than the best one."""
         return 1.0 - self.bound / self.seconds
 
 
 def search(problem: Problem, below: float = math.inf, limit: float = 60.0) -> SearchResult | None:
-    """Return the best choice; None where none fits. It is proved best where the gap is 0.
+    """Return the best choice; None if none fits. It is proved best if the gap is 0.
 
-    below: seconds that are known to be reached, as by a preset; only what is shorter is looked for.
-    limit: CPU seconds, after which the best so far is returned with the bound that was proved.
+    below: seconds already reached, as by a preset; only shorter choices are searched for. limit:
+    CPU seconds, after which the best so far is returned with the proved bound.
     """
     end = time.process_time() + limit
     best: dict[str, Option] = {}
     seconds = below
     order = order_of_calls(problem)
-    # Beginnings, the last one next: (bound, the calls that are placed).
+    # Partial placements, the last one next: (bound, the placed calls).
     waiting: list[tuple[float, dict[str, Option]]] = [(lower_bound(problem, {}), {})]
     while waiting and time.process_time() < end:
         bound, chosen = waiting.pop()
@@ -64,10 +64,10 @@ def search(problem: Problem, below: float = math.inf, limit: float = 60.0) -> Se
 
 
 def order_of_calls(problem: Problem) -> list[str]:
-    """Return the order in which calls are placed: what decides most of the others first.
+    """Return the order in which calls are placed: those that constrain the others most first.
 
-    Those are generation that must have blocks of its own; then training, as weights come from
-    there; then the longest.
+    These are generation with blocks of its own; then training, as weights come from there; then the
+    longest.
     """
     longest = {call: problem.least(call, {}).seconds for call in problem.options}
 
@@ -79,16 +79,16 @@ def order_of_calls(problem: Problem) -> list[str]:
 
 
 def lower_bound(problem: Problem, chosen: Placed) -> float:
-    """Return seconds that no step is shorter than whose calls begin so."""
+    """Return a lower bound of steps whose calls begin so."""
     generation, *others = (stage_bound(problem, stage, chosen) for stage in problem.stages)
     return max(generation, sum(others)) if problem.lag else generation + sum(others)
 
 
 def stage_bound(problem: Problem, stage: Sequence[str], chosen: Placed) -> float:
-    """Return seconds that no stage is shorter than whose calls begin so.
+    """Return a lower bound of a stage whose calls begin so.
 
-    It takes as long as its longest call, as what is placed takes by itself, and as its work takes
-    if it is spread over all blocks that it may have.
+    It is the longest of its longest call, its placed calls by themselves, and its work spread over
+    all blocks that it may have.
     """
     placed = [call for call in stage if call in chosen]
     left = [problem.least(call, chosen) for call in stage if call not in chosen]
@@ -105,12 +105,12 @@ def stage_bound(problem: Problem, stage: Sequence[str], chosen: Placed) -> float
 
 
 def unlike_choices(problem: Problem, call: str, chosen: Placed) -> list[dict[str, Option]]:
-    """Return the choices that place one more call, one of those that differ only by equal parts.
+    """Return the placements of one more call, one of those that differ only by equal parts.
 
-    What is chosen may be turned about for it, which changes nothing of what it takes.
+    The chosen placements may be permuted for it, which does not change their costs.
     """
     unlike = set()
-    found = []
+    choices = []
     for options in problem.by_part[call]:
         one = options[0]  # of a part; all that have it share the same blocks
         for begun in (chosen, turned(chosen, one)):
@@ -119,5 +119,5 @@ def unlike_choices(problem: Problem, call: str, chosen: Placed) -> list[dict[str
             key = (one.blocks, surroundings(one, begun, problem.blocks))
             if key not in unlike:
                 unlike.add(key)
-                found += [{**begun, call: option} for option in options]
-    return found
+                choices += [{**begun, call: option} for option in options]
+    return choices

@@ -1,7 +1,7 @@
-"""Count what the devices of a compiled program send each other, from its optimised HLO.
+"""Count the bytes that devices of a compiled program exchange, from its optimised HLO.
 
-Each collective counts by the turns of all loops around it, wherever it is called; the start and end
-of one that runs beside other work are one.
+Each collective counts by the iterations of all loops around it, wherever it is called; the start
+and end of an asynchronous one count once.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Collective(NamedTuple):
 
     kind: str  # a key of `RECEIVED`
     result_bytes: float  # of one device
-    group: int  # devices that it is among
-    times: int  # that it runs
+    group: int  # number of its devices
+    times: int  # number of its runs
 
     @property
     def received(self) -> float:
@@ -56,7 +56,7 @@ class Instruction(NamedTuple):
 
     @property
     def constant(self) -> int:
-        """Return the number that an instruction `constant` holds."""
+        """Return the value of an instruction `constant`."""
         return int(self.rest.partition(")")[0])
 
 
@@ -69,18 +69,18 @@ class Program(NamedTuple):
 
 
 def received_bytes(kind: str, result_bytes: float, group: int) -> float:
-    """Return the bytes that each device of a group receives by one collective, taken as a ring."""
+    """Return the bytes that each device of a group receives by one collective, as a ring."""
     return RECEIVED[kind](group) * result_bytes
 
 
 def find_collectives(text: str) -> list[Collective]:
-    """Return all collectives of the optimised HLO text of a program, those in loops by turns."""
+    """Return all collectives in a program's optimised HLO text, those in loops by iterations."""
     program = _parse(text)
     return list(_collectives_of(program, program.entry, times=1))
 
 
 def _parse(text: str) -> Program:
-    """Take the text of a program apart."""
+    """Parse the text of a program."""
     computations: dict[str, dict[str, Instruction]] = {}
     entry = ""
     current: dict[str, Instruction] = {}
@@ -88,21 +88,21 @@ def _parse(text: str) -> Program:
         if begins := COMPUTATION.match(line):
             current = computations.setdefault(begins[2], {})
             entry = begins[2] if begins[1] else entry
-        elif found := INSTRUCTION.match(line):
-            current[found[1]] = Instruction(*found.groups())
+        elif match := INSTRUCTION.match(line):
+            current[match[1]] = Instruction(*match.groups())
     header = text.partition("\n")[0]
     counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)
     return Program(computations, entry, devices=math.prod(map(int, counts)))
 
 
 def _collectives_of(program: Program, name: str, times: int) -> Iterator[Collective]:
-    """Yield the collectives of a computation that runs so many times, and of all that it calls."""
+    """Yield the collectives of a computation that runs `times` times, and of its callees."""
     own = program.computations[name]
     for instruction in own.values():
         if instruction.opcode == "conditional":
             branches = re.findall(r"%([\w.\-]+)", instruction.rest.partition(")")[2])
             each = [list(_collectives_of(program, branch, times)) for branch in branches]
-            yield from max(each, key=lambda found: sum(one.received for one in found))
+            yield from max(each, key=lambda collectives: sum(one.received for one in collectives))
         elif instruction.opcode.removesuffix("-done") in RECEIVED:
             yield _collective(program, name, instruction, times=times)
         elif not instruction.opcode.endswith("-done"):
@@ -114,7 +114,7 @@ def _collectives_of(program: Program, name: str, times: int) -> Iterator[Collect
 def _collective(
     program: Program, computation: str, instruction: Instruction, *, times: int
 ) -> Collective:
-    """Describe a collective; one that ends here has the attributes of its start."""
+    """Describe a collective; an end takes the attributes of its start."""
     kind = instruction.opcode.removesuffix("-done")
     begun = instruction
     if kind != instruction.opcode:
@@ -127,7 +127,7 @@ def _collective(
 
 
 def group_size(attributes: str, devices: int) -> int:
-    """Return how many of a program's devices a collective is among, however that is spelled."""
+    """Return the number of devices in a collective, in any of HLO's notations."""
     if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", attributes):
         moved = [a != b for a, b in re.findall(r"\{?(\d+),(\d+)", pairs[1])]
         return 1 + any(moved)
@@ -142,7 +142,7 @@ def group_size(attributes: str, devices: int) -> int:
 
 
 def shape_bytes(shape: str) -> float:
-    """Return the bytes of a shape as HLO spells it, or of all shapes of a tuple."""
+    """Return the bytes of a shape in HLO's notation, or of all shapes of a tuple."""
     total = 0.0
     for dtype, dims in re.findall(r"(pred|[a-z]+\d+\w*)\[([\d,]*)\]", shape):
         bits = re.search(r"\d+", dtype)
@@ -152,10 +152,10 @@ def shape_bytes(shape: str) -> float:
 
 
 def _turns(program: Program, loop: Instruction) -> int:
-    """Return how often a loop turns: as the compiler notes it, or from its condition.
+    """Return the number of iterations of a loop: the compiler's annotation, or from its condition.
 
-    The compiler for TPUs notes nothing; its conditions compare a counter, from 0, with a constant.
-    A loop that neither tells of counts once.
+    The compiler for TPUs adds no annotation; its conditions compare a counter, from 0, with a
+    constant. A loop with neither counts once.
     """
     if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
         return int(known[1])
@@ -173,7 +173,7 @@ def _turns(program: Program, loop: Instruction) -> int:
 
 
 def _step(body: dict[str, Instruction], index: int) -> int:
-    """Return what a turn of a loop adds to one part of its state; 1 where that is not plain."""
+    """Return the increment of one part of a loop's state per iteration; 1 if unclear."""
     added = body.get(list(body.values())[-1].operands[index])
     if added is None or added.opcode != "add":
         return 1

@@ -1,7 +1,7 @@
-"""Predict the seconds of each call of an iteration, by formula, for devices that need not be here.
+"""Predict the seconds of each call of an iteration, by formula, for absent devices.
 
-FLOPs come from the shapes of models and texts, bytes that devices send each other from `traffic`,
-rounds of generation from a roofline; the chip's figures and assumed shares of them make seconds.
+FLOPs come from the shapes of models and texts, bytes between devices from `traffic`, rounds of
+generation from a roofline; the chip's figures and assumed shares of them give seconds.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from rlhf_jax.planner.search.traffic import (
 )
 from rlhf_jax.types import ModelConfig
 
-LATENCY = 5e-6  # seconds of a collective, however little it sends
+LATENCY = 5e-6  # seconds of a collective, however small
 
 
 class CallCost(NamedTuple):
-    """Hold what one call of an iteration is predicted to take."""
+    """Hold the predicted costs of one call of an iteration."""
 
     name: str
     flops: float  # on all devices together
@@ -42,14 +42,14 @@ class CallCost(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Hold what devices do together, in one program or several."""
+    """Hold the work of devices together, in one program or several."""
 
     flops: float  # on all of them together
     traffic: Traffic  # that each of them receives from the others
 
 
 class Passes(NamedTuple):
-    """Count the micro-batches that a call runs one after the other, and the tokens of each."""
+    """Count the micro-batches of a call, which run one after the other, and their tokens."""
 
     count: int
     samples: int  # of one micro-batch, on all devices
@@ -64,7 +64,7 @@ class Passes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PlacedRun:
-    """Hold a run and the devices that it is to be on, whose chip must be known."""
+    """Hold a run and the devices to place it on, whose chip must be known."""
 
     run: PlannedRun
     hardware: Hardware
@@ -80,7 +80,7 @@ class PlacedRun:
         return flops / (self.hardware.count * self.chip.flops * share)
 
     def bandwidth(self, *axes: str) -> float:
-        """Return the bytes a second that a device receives in a collective over mesh axes."""
+        """Return the bytes per second that a device receives in a collective over mesh axes."""
         inner = {"tensor": (), "fsdp": ("tensor",), "data": ("fsdp", "tensor")}
         group = self.run.layout.extent(axes)
         stride = self.run.layout.extent(inner[axes[-1]])
@@ -89,10 +89,10 @@ class PlacedRun:
         return self.chip.efficiency.links * received
 
     def seconds(self, work: Work, share: float) -> float:
-        """Return the seconds of products and of what is sent.
+        """Return the seconds of products and of transfers.
 
-        Weights and gradients are sent beside products; nothing else is done while activations are
-        summed.
+        Transfers of weights and gradients overlap with products; sums of activations overlap with
+        nothing.
         """
         weights = work.traffic.width / self.bandwidth("slices", "fsdp")
         gradients = work.traffic.data / self.bandwidth("data")
@@ -115,9 +115,9 @@ class PlacedRun:
         return Work(gradient_flops(model, *passes[1:], remat=remat, block=block), traffic)
 
     def passes(self, updates: int = 1) -> Passes:
-        """Count the micro-batches of all samples, cut into so many updates.
+        """Count the micro-batches of all samples, split into updates.
 
-        Each is filled up to as many rows on every device, which those with fewer wait for.
+        Each has the same number of rows on every device, padded.
         """
         samples = derived.samples(self.run.config)
         shards = self.run.layout.row_shards
@@ -127,9 +127,9 @@ class PlacedRun:
         return Passes(count, filled, self.run.text_tokens, self.run.text_tokens)
 
     def rounds(self) -> tuple[int, int]:
-        """Count rounds, and the rows of each on a device, where slices have samples alike.
+        """Count rounds, and the rows of each on a device, with equal numbers of samples on slices.
 
-        Where rows are too few samples take turns.
+        If rows are too few, samples take turns.
         """
         config = self.run.config.generation
         layout = self.run.layout
@@ -149,7 +149,7 @@ class PlacedRun:
 
 
 def predict_call(placed: PlacedRun, call: str) -> CallCost:
-    """Predict one call of an iteration, by its name in a plan, on the devices that it has."""
+    """Predict one call of an iteration, by its name in a plan, on its devices."""
     if call == "generation":
         return generation_cost(placed)
     trains = call.endswith("_training")
@@ -178,7 +178,7 @@ def predict_call(placed: PlacedRun, call: str) -> CallCost:
 def generation_cost(placed: PlacedRun) -> CallCost:
     """Predict the rounds of all samples and the prefill of their prompts.
 
-    Weights are whole on each device but for `tensor`, over which a round sums activations.
+    Weights are whole on each device except over `tensor`, over which a round sums activations.
     """
     config = placed.run.config
     policy = placed.run.models.policy
@@ -204,7 +204,7 @@ def generation_cost(placed: PlacedRun) -> CallCost:
 def forward_flops(
     model: ModelConfig, samples: int, tokens: int, predicted: int, *, block: int = QUERY_BLOCK
 ) -> float:
-    """Return the FLOPs of a forward pass over samples of so many tokens each."""
+    """Return the FLOPs of a forward pass over samples of equal length."""
     of_layers, of_head = product_flops(model)
     products = tokens * of_layers + predicted * of_head
     return samples * (products + attention_flops(model, tokens, block))
@@ -219,11 +219,11 @@ def gradient_flops(
     remat: bool,
     block: int = QUERY_BLOCK,
 ) -> float:
-    """Return the FLOPs of a forward and backward pass over samples of so many tokens each.
+    """Return the FLOPs of a forward and backward pass over samples of equal length.
 
-    The head is computed again, and the scores of attention, whose backward pass has five products
-    for the two of the forward pass; with `remat` layers but for their last product, and attention
-    once more.
+    The head is recomputed, and so are the scores of attention, whose backward pass has five
+    products for the two of the forward pass; with `remat` layers are recomputed except their last
+    product, and attention once more.
     """
     of_layers, of_head = product_flops(model)
     down = 2 * model.num_layers * model.width * model.ffn_width

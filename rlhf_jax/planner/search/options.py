@@ -1,4 +1,4 @@
-"""List the ways to place each call of a run on a machine, and what each is predicted to take."""
+"""List the ways to place each call of a run on a machine, with their predicted costs."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from rlhf_jax.planner.search.schedule import Option, Placed, Problem
 from rlhf_jax.setup.validation import check_rows
 from rlhf_jax.types import ModelConfigs
 
-MOST_BLOCKS = 16  # that a machine is cut into
+MOST_BLOCKS = 16  # into which a machine is cut
 
 
 @dataclasses.dataclass(frozen=True)
 class SearchSpace:
-    """Hold what placements are priced for: a run, and devices that need not be here."""
+    """Hold the basis of prices of placements: a run, and absent devices."""
 
     config: Config
     models: ModelConfigs
     hardware: Hardware
-    base: Placement  # of all calls by the config's mesh; says dtype and kernels, too
+    base: Placement  # of all calls by the config's mesh; sets dtype and kernels, too
     remat: bool
     room: float = 1.0  # the share of a device's memory that a plan may take
-    # what `held_bytes` has found: whatever chips can do, it is the same
+    # cache of `held_bytes`, which does not depend on the chip's speed
     held: dict[tuple, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     @property
     def blocks(self) -> int:
-        """Return how many parts the devices are cut into: a power of two."""
+        """Return the number of parts that the devices are cut into: a power of two."""
         count = self.hardware.count
         return min(MOST_BLOCKS, count & -count)
 
@@ -53,17 +53,17 @@ class SearchSpace:
 
     @property
     def memory_limit(self) -> float:
-        """Return the bytes of a device that a plan may take."""
+        """Return the usable bytes of a device for a plan."""
         return self.room * self.hardware.gigabytes * memory_parts.GIGA
 
     def problem(self) -> Problem:
-        """Return the ways to place each call that may be best.
+        """Return the ways to place each call that may be optimal.
 
-        Raises ValueError where no sharding splits the rows of a call evenly.
+        Raises ValueError if no sharding splits the rows of a call evenly.
         """
         options = {call: list(self.options(call)) for call in self.calls}
-        for call, found in options.items():
-            if not found:
+        for call, options_of_call in options.items():
+            if not options_of_call:
                 in_slice = self.hardware.count // self.base.slices
                 raise ValueError(
                     f"No sharding of {self.hardware} splits the rows of {call} evenly: set"
@@ -79,10 +79,10 @@ class SearchSpace:
         )
 
     def options(self, call: str) -> Iterator[Option]:
-        """Yield on every part of the machine the shardings of a call that no other betters.
+        """Yield the Pareto-optimal shardings of a call on every part of the machine.
 
-        One is better that takes neither more seconds nor more memory, whatever is saved where
-        weights need not move.
+        An option is better if it takes neither more seconds nor more memory, even without the
+        savings when weights need not move.
         """
         for blocks in part_sizes(self.blocks):
             starts = part_starts(blocks, self.blocks)
@@ -90,17 +90,17 @@ class SearchSpace:
             if not self.are_boxes(starts, count):
                 continue
             there = self.shardings(call, count)
-            found = [self.priced(call, one) for one in there if self.can_run(call, one)]
-            found.sort(key=lambda one: (one.seconds, one.always, one.working))
+            candidates = [self.priced(call, one) for one in there if self.can_run(call, one)]
+            candidates.sort(key=lambda one: (one.seconds, one.always, one.working))
             kept: list[Option] = []
-            for option in found:
+            for option in candidates:
                 if not any(self.is_better(call, one, option) for one in kept):
                     kept.append(option)
             for best in kept:
                 yield from map(best.at, starts)
 
     def is_better(self, call: str, option: Option, other: Option) -> bool:
-        """Tell whether an option takes no more than another, wherever other calls are."""
+        """Return whether an option costs no more than another, wherever other calls are."""
         seconds = option.seconds
         least = other.seconds
         role, _, stage = call.rpartition("_")
@@ -115,16 +115,16 @@ class SearchSpace:
         return less and seconds <= least
 
     def are_boxes(self, starts: Sequence[int], count: int) -> bool:
-        """Tell whether so many devices from each block of `starts` on are a box of a TPU's torus.
+        """Return whether this many devices from each block of `starts` form a box of a TPU's torus.
 
-        A search takes all parts of one size to be alike.
+        A search assumes that all parts of one size are alike.
         """
         torus = self.hardware.torus
         firsts = [start * self.block_devices for start in starts]
         return not torus or all(is_box(torus, range(first, first + count)) for first in firsts)
 
     def can_run(self, call: str, placement: Placement) -> bool:
-        """Tell whether rows come out even, and the call's part of the machine gets programs."""
+        """Return whether rows divide evenly, and the call's part can run its own programs."""
         plan = Plan(self.hardware.count, {call: placement})
         try:
             check_parts(plan, "", self.hardware.device_kind, self.hardware.count)
@@ -135,7 +135,7 @@ class SearchSpace:
         return True
 
     def shardings(self, call: str, count: int) -> Iterator[Placement]:
-        """Yield the shardings of a call over the first devices, so many.
+        """Yield the shardings of a call over the first `count` devices.
 
         `tensor` stays within a node and divides the key-value heads; `fsdp` divides the width.
         """
@@ -163,7 +163,7 @@ class SearchSpace:
                     )
 
     def priced(self, call: str, placement: Placement) -> Option:
-        """Return a placement of a call with what it takes, wherever its devices lie."""
+        """Return a placement of a call with its costs, wherever its devices are."""
         at_first = dataclasses.replace(placement, first=0)
         if (call, at_first) not in self._prices:
             self._prices[call, at_first] = self._price(call, at_first)
@@ -176,7 +176,7 @@ class SearchSpace:
 
     @functools.cached_property
     def sources(self) -> dict[str, str]:
-        """Return of each call to which trained weights come the one that trains them."""
+        """Return, by call that receives trained weights, the call that trains them."""
         trained = {call: f"{call.rpartition('_')[0] or 'policy'}_training" for call in self.calls}
         return {call: own for call, own in trained.items() if own in self.calls and own != call}
 
@@ -199,11 +199,11 @@ class SearchSpace:
         )
 
     def joint(self, placements: Mapping[str, Placement]) -> JointTraining:
-        """Return what calls take that train as pipelines at once, wherever their devices lie."""
+        """Return the costs of calls trained as concurrent pipelines, wherever their devices are."""
         return joint_training([(call, self._placed(call, one)) for call, one in placements.items()])
 
     def held_bytes(self, placements: Mapping[str, Placement]) -> tuple[int, int]:
-        """Return the bytes on each device of calls that have the same: always, and at work."""
+        """Return the bytes on each device shared by the given calls: always, and at work."""
         alike = tuple((call, dataclasses.replace(one, first=0)) for call, one in placements.items())
         if (alike, self.remat) not in self.held:
             layouts = {call: self._run(call, one).layout for call, one in alike}
@@ -214,7 +214,7 @@ class SearchSpace:
         return self.held[alike, self.remat]
 
     def joint_options(self, placements: Mapping[str, Placement]) -> dict[str, Option]:
-        """Return calls that train as pipelines with what they take, which they do together.
+        """Return the options of calls that train as pipelines, with their joint costs.
 
         Each has its share of the seconds, and the first all of the memory.
         """
@@ -234,7 +234,7 @@ class SearchSpace:
         return options
 
     def kept_bytes(self, call: str, placement: Placement) -> int:
-        """Return what stays while others are at work: copies that score, gradients that wait."""
+        """Return the bytes that stay while other calls work: scoring copies, waiting gradients."""
         if call in self.sources:
             return self.arrival_bytes(call, placement)
         waits = call in derived.learning_calls(self.config)[:-1]
@@ -246,22 +246,22 @@ class SearchSpace:
         return PlacedRun(self._run(call, placement), self.hardware.part(placement.count))
 
     def _run(self, call: str, placement: Placement) -> PlannedRun:
-        """Return the run as it is planned for a placement of a call."""
+        """Return the planned run for a placement of a call."""
         role = "generation" if call == "generation" else "training"
         layout = placement.layout(self.hardware.platform, role)
         return PlannedRun(self.config, self.models, layout, self.remat, {call: layout})
 
     def transfer_seconds(self, call: str, option: Option, chosen: Placed) -> float:
-        """Predict the seconds in which trained weights come to another call, once a step.
+        """Predict the seconds in which trained weights move to another call, once per step.
 
-        None where both calls have one placement and split weights alike.
+        None if both calls have one placement and split weights alike.
         """
         source = chosen.get(self.sources.get(call, ""))
         alike = source and source.placement == option.placement and call != "generation"
         return 0.0 if source is None or alike else option.arrival
 
     def arrival_seconds(self, call: str, placement: Placement) -> float:
-        """Predict the seconds in which each device receives what it holds of trained weights."""
+        """Predict the seconds in which each device receives its part of trained weights."""
         chip = self.hardware.chip
         assert chip is not None, "Seconds are predicted of known chips alone."
         count = self.hardware.count
@@ -269,13 +269,13 @@ class SearchSpace:
         return self.arrival_bytes(call, placement) / (chip.efficiency.links * bandwidth)
 
     def arrival_bytes(self, call: str, placement: Placement) -> int:
-        """Return what each device of a call holds of trained weights."""
+        """Return the bytes of each device's part of trained weights in a call."""
         run = self._run(call, placement)
         model = self.models.trunks[call.rpartition("_")[0] or "policy"]
         return run.weights(model, role=run.layout.role)
 
     def placed(self, plan: Plan, name: str) -> dict[str, Option]:
-        """Return the options that a plan chooses; ValueError where it does not keep to blocks."""
+        """Return the options that a plan chooses; ValueError if it is not aligned to blocks."""
         for call, one in plan.placements.items():
             first, off = divmod(one.first, self.block_devices)
             size, rest = divmod(one.count, self.block_devices)

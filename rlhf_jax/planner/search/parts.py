@@ -1,4 +1,4 @@
-"""Say which parts of a machine a call may have, and which of them are alike.
+"""Define the parts of a machine that a call may have, and which of them are equivalent.
 
 A machine is cut into blocks, a power of two of them. A part is aligned: half of the machine, a
 quarter, and so on down to a block; or three quarters of such a part, at its beginning or its end.
@@ -17,13 +17,13 @@ def powers_of_two(most: int) -> Iterator[int]:
 
 
 def part_sizes(blocks: int) -> list[int]:
-    """Return how many blocks a part may have, the fewest first."""
+    """Return the possible numbers of blocks of a part, the fewest first."""
     threes = [3 * quarter for quarter in powers_of_two(blocks // 4)]
     return sorted([*powers_of_two(blocks), *threes])
 
 
 def is_aligned(first: int, size: int) -> bool:
-    """Tell whether so many blocks, from `first` on, are a part."""
+    """Return whether a range of blocks from `first` on is a part."""
     return first % size == 0 if size % 3 else first % (size // 3 * 4) in (0, size // 3)
 
 
@@ -42,27 +42,27 @@ def missing_quarter(option: Option) -> tuple[int, int]:
 def surroundings(option: Option, chosen: Placed, blocks: int) -> tuple[tuple[int, ...], ...]:
     """Return what the parts around an option, each twice as large, share with chosen calls.
 
-    Of three quarters they are the parts around the missing one. Two options of one size with equal
-    surroundings are alike: their parts below the first common one share all of a call or nothing,
-    and may be swapped.
+    For three quarters they are the parts around the missing one. Two options of one size with equal
+    surroundings are equivalent: their parts below the first common one share all of a call or
+    nothing, and may be swapped.
     """
     first, size = (option.first, option.blocks) if option.blocks % 3 else missing_quarter(option)
-    found = []
+    shares_around = []
     while size < blocks:
         start = first // size * size
         shared = (
             max(0, min(one.ends, start + size) - max(one.first, start)) for one in chosen.values()
         )
-        found.append(tuple(shared))
+        shares_around.append(tuple(shared))
         size *= 2
-    return tuple(found)
+    return tuple(shares_around)
 
 
 def turned(chosen: Placed, option: Option) -> dict[str, Option] | None:
-    """Return a choice like this one, with the missing quarter's half of an option turned about.
+    """Return an equivalent choice with the half that contains an option's free quarter mirrored.
 
-    So its inner quarter becomes the outer one, which three quarters may leave free. None for a
-    part of a power of two, where the half is empty, or where chosen three quarters end in it.
+    So its inner quarter becomes the outer one, which three quarters may leave free. None for a part
+    of a power of two, if the half is empty, or if chosen three quarters end in it.
     """
     if option.blocks % 3:
         return None

@@ -1,7 +1,7 @@
-"""Predict the seconds of policy and critic that are trained as pipelines, at once and in turn.
+"""Predict the seconds of policy and critic trained as pipelines, concurrently and in turn.
 
-A stage is priced as a model of its own on the devices of its slice; what one stage sends another
-goes over the network, which nothing else is done beside.
+A stage is priced as a separate model on the devices of its slice; transfers between stages go over
+the network, without overlap.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rlhf_jax.types import ModelConfig, ModelConfigs
 
 
 class StageWorks(NamedTuple):
-    """Hold what stages of a copy do with a micro-batch; the last one does all at its backward."""
+    """Hold the work of a copy's stages for a micro-batch; the last does all in its backward."""
 
     first_forward: Work
     forward: Work
@@ -52,17 +52,17 @@ class StageWorks(NamedTuple):
 
 
 class PipelineCost(NamedTuple):
-    """Hold what one model takes as a pipeline, of an update."""
+    """Hold the costs of one model's pipeline in an update."""
 
     times: StageTimes  # seconds
     flops: float  # on all devices together
     received: float  # bytes that a device of a middle stage receives
-    gathering: float  # seconds in which weights come to the ends, and gradients leave them
+    gathering: float  # seconds in which weights move to the ends, and gradients leave them
 
 
 @dataclasses.dataclass(frozen=True)
 class JointTraining:
-    """Hold what a policy's and a critic's training as pipelines are predicted to take a step."""
+    """Hold the predicted costs per step of a policy and a critic trained as pipelines."""
 
     calls: tuple[str, ...]
     pipes: tuple[PipelineCost, ...]  # of each call
@@ -95,17 +95,17 @@ class JointTraining:
 
     @property
     def least(self) -> float:
-        """Return seconds that no schedule of these pipelines is shorter than."""
+        """Return a lower bound of the seconds of any schedule of these pipelines."""
         return self.updates * (fused_schedule(self.problem).bound + self.gathering)
 
     @property
     def quick_least(self) -> float:
-        """Return such seconds at once, as `least` without a schedule."""
+        """Return such a bound quickly, as `least` without a schedule."""
         return self.updates * (quick_bound(self.problem) + self.gathering)
 
     @property
     def shares(self) -> dict[str, float]:
-        """Return seconds by call whose sum is the step's, by what each pipeline works."""
+        """Return seconds by call in proportion to each pipeline's work; their sum is the step's."""
         work = [one.micro_batches * (sum(one.forward) + sum(one.backward)) for one in self.times]
         each = [self.fused * own / sum(work) for own in work]
         return dict(zip(self.calls, each, strict=True))
@@ -120,13 +120,13 @@ class JointTraining:
 
     @property
     def warnings(self) -> list[str]:
-        """Return a sentence for each pipeline of too few micro-batches."""
+        """Yield a warning for each pipeline of too few micro-batches."""
         pairs = zip(self.calls, self.times, strict=True)
         return bubble_warnings((call, one.micro_batches, len(one.forward)) for call, one in pairs)
 
 
 def joint_training(placed: Sequence[tuple[str, PlacedRun]]) -> JointTraining:
-    """Predict the training of policy and critic as pipelines, or of one alone.
+    """Predict the training of policy and critic as pipelines, or of a single one.
 
     placed: each call that trains, with the run on its devices, in role "pipelined".
     """
@@ -139,19 +139,21 @@ def joint_training(placed: Sequence[tuple[str, PlacedRun]]) -> JointTraining:
 
 
 def one_stage(placed: PlacedRun) -> PlacedRun:
-    """Return the run as one stage of a copy sees it, on the devices of its node."""
+    """Return the run for one stage of a copy, on the devices of its node."""
     layout = placed.run.layout
     shape = {axis: layout.extent(axis) for axis in AXES} | {"slices": 1, "data": 1}
-    own = dataclasses.replace(layout, mesh=abstract_mesh(shape, layout.platform), role="training")
+    stage_layout = dataclasses.replace(
+        layout, mesh=abstract_mesh(shape, layout.platform), role="training"
+    )
     part = placed.hardware.part(math.prod(shape.values()))
-    return PlacedRun(dataclasses.replace(placed.run, layout=own), part)
+    return PlacedRun(dataclasses.replace(placed.run, layout=stage_layout), part)
 
 
 def stage_works(placed: PlacedRun, model: ModelConfig) -> StageWorks:
-    """Return what the stages do of a model whose layers are cut.
+    """Return the work of the stages of a model.
 
     The embedding is the first stage's, and the head belongs to the last one's backward. A backward
-    computes its forward again, whatever `training.remat` is. Copies share a micro-batch's rows.
+    recomputes its forward, whatever `training.remat` is. Copies share a micro-batch's rows.
     """
     layout = one_stage(placed).run.layout
     passes = placed.passes()
@@ -161,7 +163,7 @@ def stage_works(placed: PlacedRun, model: ModelConfig) -> StageWorks:
     layers = ShardedModel(part, layout, placed.hardware.platform)
     ends = dataclasses.replace(layers, model=dataclasses.replace(model, num_layers=0))
 
-    # what the embedding and the head add is what a model without layers has
+    # the embedding and the head add the work of a model without layers
     of_ends = gradient_traffic(ends, tokens, remat=False)
     embedding = Traffic(width=ends.exchanged(tokens.fed), tensor=ends.summed(tokens.fed))
     forward = forward_traffic(layers, tokens).minus(forward_traffic(ends, tokens))
@@ -181,7 +183,7 @@ def stage_works(placed: PlacedRun, model: ModelConfig) -> StageWorks:
 
 
 def pipeline_cost(placed: PlacedRun, model: ModelConfig) -> PipelineCost:
-    """Return what a model takes whose layers are cut into stages.
+    """Return the costs of a model cut into stages.
 
     The last stage's own forward only receives.
     """
@@ -210,13 +212,13 @@ def pipeline_cost(placed: PlacedRun, model: ModelConfig) -> PipelineCost:
 
 
 def travelling_seconds(placed: PlacedRun, model: ModelConfig, hidden: float) -> tuple[float, float]:
-    """Return the seconds of a hop between stages, and those once an update, before and after all.
+    """Return the seconds of a hop between stages, and those once per update, before and after.
 
-    Slices send over the network, where there is one. hidden: bytes of a device's rows, of which
-    those that share them over `tensor` send a part each, and gather it over their links. Each slice
-    has a part of the embedding and of the head; the stages that need these are on the first and on
-    the last slice, so both travel at once: weights in the compute dtype, and gradients in float32.
-    At the end copies sum their gradients.
+    Slices send over the network, if there is one. hidden: bytes of a device's rows, of which
+    devices that share them over `tensor` send a part each, and gather it over their links. Each
+    slice has a part of the embedding and of the head; the stages that need these are on the first
+    and on the last slice, so both travel at once: weights in the compute dtype, and gradients in
+    float32. At the end copies sum their gradients.
     """
     chip = placed.chip
     bandwidth = chip.link_bandwidth
@@ -236,7 +238,7 @@ def travelling_seconds(placed: PlacedRun, model: ModelConfig, hidden: float) -> 
 
 
 def policy_pipelines(base: Placement, node_chips: int, models: ModelConfigs) -> Iterator[Placement]:
-    """Yield the ways to have a policy's pipeline on the devices of `base` that may be sensible.
+    """Yield the sensible placements of a policy's pipeline on the devices of `base`.
 
     Stages divide its layers, and are whole nodes or equal parts of one. `tensor` stays within a
     node and divides the key-value heads of all models; `fsdp` divides their width.
@@ -259,9 +261,9 @@ def policy_pipelines(base: Placement, node_chips: int, models: ModelConfigs) -> 
 
 
 def placements_of(policy: Placement, models: ModelConfigs) -> dict[str, Placement]:
-    """Return the placements of a policy's pipeline and of those of critics beside it, by call.
+    """Return the placements of the pipelines of a policy and its critics, by call.
 
-    They are empty where no stages divide a critic's layers.
+    They are empty if no stages divide a critic's layers.
     """
     layers = layer_counts(models)
     critics = {role: fill_with_copies(policy, layers, role) for role in models.critics}

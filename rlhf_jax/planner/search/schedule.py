@@ -1,7 +1,7 @@
-"""Say when each call of placed iterations runs, and what its devices hold.
+"""Simulate when each placed call of iterations runs, and the memory of its devices.
 
-A machine is cut into equal blocks, of which a call has some that follow each other. Calls of a
-stage run side by side where their blocks are apart, and one after the other where they share some.
+A machine is cut into equal blocks, of which a call has consecutive ones. Calls of a stage run side
+by side on disjoint blocks, and one after the other if they share some.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from typing import NamedTuple
 
 from rlhf_jax.placement.plan import Placement
 
-# The calls of a step by the ends of their names: each stage begins when the one before has ended.
+# The calls of a step by the suffixes of their names: each stage begins when the previous one has
+# ended.
 STAGES = ("generation", "reward_inference", "_inference", "_training")
-STEADY = 4  # iterations, after which each takes as long as the one before it
+STEADY = 4  # iterations after which each takes as long as the previous one
 
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """Hold one way to place a call, and what that takes."""
+    """Hold one way to place a call, and its costs."""
 
     placement: Placement
     first: int  # of its blocks
@@ -28,8 +29,8 @@ class Option:
     seconds: float
     always: float = 0.0  # bytes on each of its devices, from step to step
     working: float = 0.0  # and those while it is at work
-    kept: float = 0.0  # of these, what stays while other calls of its stage are at work
-    arrival: float = 0.0  # seconds in which trained weights come to it
+    kept: float = 0.0  # of these, those that stay while other calls of its stage work
+    arrival: float = 0.0  # seconds in which trained weights arrive
 
     @property
     def memory(self) -> float:
@@ -42,11 +43,11 @@ class Option:
         return self.first + self.blocks
 
     def shares(self, other: Option) -> bool:
-        """Tell whether both have a block."""
+        """Return whether both have a block."""
         return self.first < other.ends and other.first < self.ends
 
     def at(self, first: int) -> Option:
-        """Return the option on as many other blocks, from `first` on."""
+        """Return the option on the same number of blocks from `first` on."""
         devices = self.placement.count // self.blocks
         placement = dataclasses.replace(self.placement, first=first * devices)
         return dataclasses.replace(self, placement=placement, first=first)
@@ -54,36 +55,36 @@ class Option:
 
 Placed = Mapping[str, Option]
 
-# Of (a call, its option, the options that are chosen so far): seconds before the call in which
-# weights come to it; 0 as long as nothing is known.
+# From (a call, its option, the options chosen so far) to the seconds before the call in which
+# weights arrive; 0 if nothing is known.
 Transfer = Callable[[str, Option, Placed], float]
 
 
 class Least(NamedTuple):
-    """Hold what a call takes at least, wherever it is placed."""
+    """Hold the least costs of a call, wherever it is placed."""
 
     seconds: float
-    work: float  # seconds, each times the blocks that are busy
+    work: float  # seconds, each times the busy blocks
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Hold the ways to place each call, and what bounds them."""
+    """Hold the ways to place each call, and the data of bounds."""
 
     options: Mapping[str, Sequence[Option]]
     blocks: int
     memory: float  # bytes of a device
     transfer: Transfer = lambda call, option, chosen: 0.0
-    # 1: generation draws the samples of the next step beside all else, on blocks of its own
+    # 1: generation prefetches samples of the next step concurrently, on separate blocks
     lag: int = 0
 
     @functools.cached_property
     def stages(self) -> list[tuple[str, ...]]:
-        """Return the calls of each stage, of those that there are."""
-        found: dict[str, list[str]] = {stage: [] for stage in STAGES}
+        """Return the calls of each stage that has any."""
+        by_stage: dict[str, list[str]] = {stage: [] for stage in STAGES}
         for call in self.options:
-            found[next(stage for stage in STAGES if call.endswith(stage))].append(call)
-        return [tuple(calls) for calls in found.values() if calls]
+            by_stage[next(stage for stage in STAGES if call.endswith(stage))].append(call)
+        return [tuple(calls) for calls in by_stage.values() if calls]
 
     @functools.cached_property
     def by_part(self) -> dict[str, list[list[Option]]]:
@@ -91,15 +92,15 @@ class Problem:
 
         They are the same on all parts of one size.
         """
-        found: dict[str, dict[tuple[int, int], list[Option]]] = {}
+        parts: dict[str, dict[tuple[int, int], list[Option]]] = {}
         for call, options in self.options.items():
-            own = found.setdefault(call, {})
+            own = parts.setdefault(call, {})
             for one in options:
                 own.setdefault((one.first, one.blocks), []).append(one)
-        return {call: list(own.values()) for call, own in found.items()}
+        return {call: list(own.values()) for call, own in parts.items()}
 
     def apart(self, call: str, chosen: Placed) -> list[Option]:
-        """Return the chosen options whose blocks a call must not have."""
+        """Return the chosen options whose blocks a call must not share."""
         if not self.lag:
             return []
         if call == "generation":
@@ -107,7 +108,7 @@ class Problem:
         return [chosen["generation"]] if "generation" in chosen else []
 
     def least(self, call: str, chosen: Placed) -> Least:
-        """Return what a call that is not placed takes at least."""
+        """Return the least costs of a call that is not placed."""
         apart = self.apart(call, chosen)
         key = (call, tuple({(one.first, one.blocks) for one in apart}))
         if key not in self._least:
@@ -124,7 +125,7 @@ class Problem:
 
 
 class Event(NamedTuple):
-    """Hold when a call of an iteration has its devices; or when weights come to it there."""
+    """Hold when a call of an iteration has its devices, or when weights arrive there."""
 
     call: str
     iteration: int
@@ -135,11 +136,11 @@ class Event(NamedTuple):
 
 
 def simulate(problem: Problem, placed: Placed, iterations: int) -> list[Event]:
-    """Run iterations event by event, from the first one, in which nothing is there yet.
+    """Simulate iterations event by event, from a cold start.
 
-    A stage begins when the one before it has ended; generation when the update has whose weights it
-    samples from. A block does one thing at a time; weights come to the blocks of a call just before
-    it, one call after the other.
+    A stage begins when the previous one has ended; generation when the update of its weights has. A
+    block does one thing at a time; weights move to the blocks of a call just before it, one call
+    after the other.
     """
     free = [0.0] * problem.blocks
     last = len(problem.stages) - 1
@@ -168,7 +169,7 @@ def simulate(problem: Problem, placed: Placed, iterations: int) -> list[Event]:
 
 
 def steady_seconds(problem: Problem, placed: Placed) -> float:
-    """Return the seconds from step to step, once iterations are alike."""
+    """Return the seconds per step in the steady state."""
     events = simulate(problem, placed, STEADY)
     ends = [
         max(event.ended for event in events if event.iteration == iteration)
@@ -193,17 +194,17 @@ def stage_seconds(problem: Problem, stage: Sequence[str], placed: Placed) -> flo
 
 def most_bytes(problem: Problem, placed: Placed) -> float:
     """Return the bytes of the fullest device."""
-    found = [0.0]
+    sizes = [0.0]
     for block in range(problem.blocks):
         there = {
             call: option for call, option in placed.items() if option.first <= block < option.ends
         }
-        found.append(sum(one.always for one in there.values()) + bytes_at_work(there))
-    return max(found)
+        sizes.append(sum(one.always for one in there.values()) + bytes_at_work(there))
+    return max(sizes)
 
 
 def bytes_at_work(there: Placed) -> float:
-    """Return what calls on one device hold at most while they are at work.
+    """Return the most bytes of calls on one device while they work.
 
     Calls of a stage take turns. Reward models score while generation's weights are still there, and
     the critic trains while the policy's gradients wait.

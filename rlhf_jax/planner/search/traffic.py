@@ -1,6 +1,6 @@
-"""Say by formula what each device receives in a pass of a model, for a sharding.
+"""Formulas for the bytes that each device receives in a pass of a model, by sharding.
 
-The formulas follow what XLA makes of the programs; `collectives.py` counts that in a compiled one.
+The formulas follow XLA's compiled programs; `collectives.py` counts the bytes in a compiled one.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from rlhf_jax.planner.search.collectives import received_bytes
 from rlhf_jax.types import ModelConfig
 
 WIDTH_AXES = ("slices", "fsdp")  # that split the width of weights in training
-MANY_SHARDS = 64  # 8 to 32 are gathered otherwise; seen for v5p with libtpu 0.0.42.1
+MANY_SHARDS = 64  # 8 to 32 are gathered differently; seen for v5p with libtpu 0.0.42.1
 
 
 class Compiler(NamedTuple):
-    """Say how XLA lays out what a platform's devices send, as was seen in compiled programs."""
+    """Describe how XLA implements a platform's communication, as seen in compiled programs."""
 
     scatters: bool  # layers' gradients are reduce-scattered; else each device gets the whole sum
     input_sums: int  # all-reduces over `tensor` of gradients by a layer's inputs
@@ -55,7 +55,7 @@ class Traffic(NamedTuple):
         return sum(self)
 
     def times(self, count: float) -> Traffic:
-        """Return the traffic of so many passes."""
+        """Return the traffic of several passes."""
         return Traffic(*(count * part for part in self))
 
     def plus(self, other: Traffic) -> Traffic:
@@ -63,12 +63,12 @@ class Traffic(NamedTuple):
         return Traffic(*(one + two for one, two in zip(self, other, strict=True)))
 
     def minus(self, other: Traffic) -> Traffic:
-        """Return the traffic without that of a part of it."""
+        """Return the traffic without a part of it."""
         return self.plus(other.times(-1))
 
 
 class GatheredWeights(NamedTuple):
-    """Hold the bytes of a model's weights on a device that has gathered its part for a product."""
+    """Hold the bytes of a model's weights on a device, gathered for a product."""
 
     layers: int
     head: int
@@ -77,42 +77,42 @@ class GatheredWeights(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ShardedModel:
-    """Hold a model, how it is split in training, and the platform whose compiler splits it."""
+    """Hold a model, its sharding in training, and the platform whose compiler splits it."""
 
     model: ModelConfig
-    layout: Layout  # whose mesh may be abstract
+    layout: Layout  # its mesh may be abstract
     platform: str
 
     @property
     def compiler(self) -> Compiler:
-        """Return how the platform's compiler lays out what devices send."""
+        """Return how the platform's compiler implements communication."""
         return COMPILERS[self.platform]
 
     @property
     def width(self) -> int:
-        """Return the devices that the width is split over."""
+        """Return the number of devices over which the width is split."""
         return self.layout.extent(WIDTH_AXES)
 
     @property
     def sums_to_gather(self) -> bool:
-        """Tell whether weights are gathered by an all-reduce: of many shards that fill no lanes.
+        """Return whether weights are gathered by an all-reduce: for many shards smaller than lanes.
 
-        XLA gathers them where there are fewer, or where `tensor` splits them, too.
+        XLA gathers them if there are fewer, or if `tensor` splits them, too.
         """
         fills = self.model.width // self.width % self.compiler.lanes == 0
         return not fills and self.width >= MANY_SHARDS and self.layout.extent("tensor") == 1
 
     @property
     def is_joint(self) -> bool:
-        """Tell whether layers are gathered among all rows, as XLA first cuts shards for `data`.
+        """Return whether layers are gathered among all rows, as XLA first cuts shards for `data`.
 
-        It does where nothing is split over `tensor`.
+        It does if nothing is split over `tensor`.
         """
         return self.width > 1 and self.layout.extent("tensor") == 1
 
     @property
     def gatherers(self) -> int:
-        """Return the devices that gather a layer among them."""
+        """Return the number of devices that gather a layer together."""
         return self.layout.row_shards if self.is_joint else self.width
 
     @property
@@ -127,15 +127,15 @@ class ShardedModel:
         return gathered_weights(self.model, self.layout)
 
     def gathered(self, size: float, group: int) -> float:
-        """Return what a device receives to gather weights of `size` bytes among a group."""
+        """Return the bytes that a device receives to gather weights of `size` bytes in a group."""
         return received_bytes("all-reduce" if self.sums_to_gather else "all-gather", size, group)
 
     def exchanged(self, tokens: int) -> float:
-        """Return what a device receives to get whole hidden states of an embedding's shards."""
+        """Return a device's received bytes to combine hidden states of an embedding's shards."""
         return received_bytes("all-to-all", self.hidden(tokens), self.width)
 
     def summed(self, tokens: int) -> float:
-        """Return what a device receives to sum the hidden states of tokens over `tensor`."""
+        """Return the bytes that a device receives to sum hidden states of tokens over `tensor`."""
         return received_bytes("all-reduce", self.hidden(tokens), self.layout.extent("tensor"))
 
     def hidden(self, tokens: int) -> int:
@@ -143,7 +143,7 @@ class ShardedModel:
         return tokens * self.model.width * self.layout.dtype.itemsize
 
     def summed_over_data(self) -> float:
-        """Return what a device receives to sum its gradients over `data`, the head's in float32."""
+        """Return a device's received bytes to sum gradients over `data`, the head's in float32."""
         data = self.layout.extent("data")
         if data == 1:
             return 0.0
@@ -157,7 +157,7 @@ class ShardedModel:
 def gathered_weights(model: ModelConfig, layout: Layout) -> GatheredWeights:
     """Return the bytes of a model's weights that a device gathers, and of those that it holds.
 
-    They are remembered, as a search asks for the same ones again and again.
+    They are cached, as a search needs the same ones again and again.
     """
     made = abstract_weights(model, layout.dtype)
     embed = made.embed if model.tied else None
@@ -172,7 +172,7 @@ def gathered_weights(model: ModelConfig, layout: Layout) -> GatheredWeights:
 
 
 def forward_traffic(sharded: ShardedModel, tokens: Tokens) -> Traffic:
-    """Return what a device receives in one forward pass: weights, and sums of activations."""
+    """Return a device's traffic in one forward pass: weights, and sums of activations."""
     gathered = sharded.gathered(sharded.weights.layers, sharded.gatherers)
     gathered += sharded.gathered(sharded.weights.head, sharded.width)
     # the embedding's rows lie over `tensor`, too
@@ -183,9 +183,9 @@ def forward_traffic(sharded: ShardedModel, tokens: Tokens) -> Traffic:
 
 
 def gradient_traffic(sharded: ShardedModel, tokens: Tokens, *, remat: bool) -> Traffic:
-    """Return what a device receives in one forward and backward pass.
+    """Return a device's traffic in one forward and backward pass.
 
-    Layers are gathered again for the backward pass, which with `remat` sums what attention returns
+    Layers are gathered again for the backward pass, which with `remat` sums the output of attention
     once more. The head is gathered once, and the gradient of either is summed over all rows.
     """
     layout = sharded.layout
@@ -196,7 +196,7 @@ def gradient_traffic(sharded: ShardedModel, tokens: Tokens, *, remat: bool) -> T
         gradients = received_bytes("all-gather", weights.layers, sharded.width)
     else:
         gradients = received_bytes("all-reduce", weights.layers, sharded.gatherers)
-    # XLA sums the head's gradient in float32 where layers are gathered among all rows
+    # XLA sums the head's gradient in float32 if layers are gathered among all rows
     in_float32 = layout.extent("data") > 1 and sharded.is_joint
     head = weights.head * (4 / layout.dtype.itemsize if in_float32 else 1)
     gradients += received_bytes("all-reduce", head, sharded.width)

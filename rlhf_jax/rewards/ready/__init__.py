@@ -1,1 +1,1 @@
-"""Rewards that are ready to be named in a config, or made in a file of one's own."""
+"""Ready-made rewards to name in a config, or to build on in your own file."""

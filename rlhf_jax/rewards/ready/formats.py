@@ -10,7 +10,7 @@ THINKING = r"<think>(?!.*<think>).+?</think>.+"
 
 
 def of_form(pattern: str) -> Callable[[str, str, dict[str, Any]], float]:
-    """Make a reward of 1 where the whole response, without white space around it, is of a form.
+    """Make a reward of 1 if the whole response, without surrounding white space, matches a pattern.
 
     pattern: a regular expression whose `.` matches line ends, too.
     """

@@ -24,7 +24,7 @@ AsyncReward = Callable[[str, str, dict[str, Any]], Awaitable[Any]]
 
 LARGEST_ANSWER = 1 << 20  # bytes of a server's answer
 FIRST_PAUSE = 0.5  # seconds before the second try; each later pause is twice as long
-LONGEST_PAUSE = 60.0  # seconds that a server may ask for before the next try
+LONGEST_PAUSE = 60.0  # longest pause that a server may request before the next try
 REQUEST_SECONDS = 60.0  # the longest that one try may take
 MOST_REDIRECTS = 5
 
@@ -38,16 +38,16 @@ Answer:
 
 Write the number and nothing else."""
 
-# What a model writes before its answer ends with one of these.
+# Ends of the text that a model writes before its answer.
 THINKING_ENDS = re.compile(r".*(?:</(?:think|thinking|thought|reasoning)>|\[/THINK\])", re.S | re.I)
 THINKING_BEGINS = re.compile(r"\s*(?:<(?:think|thinking|thought|reasoning)>|\[THINK\])", re.I)
-# The scale of the grades is none: "from 0 (worst) to 10 (best)", "/10", "out of 10".
+# The scale is not a grade: "from 0 (worst) to 10 (best)", "/10", "out of 10".
 SCALE = re.compile(
     r"\b[01](?:\s*\([^)]*\))?\s*(?:to|and|through|-|–|\.\.)\s*10\b(?!\.\d)|(?:/|\bof)\s*10\b(?!\.\d)",
     re.I,
 )
 NUMBER = re.compile(r"(?<!\w)-?\d+(?:[.,]\d+)?")
-# "7 to 8" and "8/9" are no grade.
+# "7 to 8" and "8/9" are not grades.
 RANGE = re.compile(r"\d\s*(?:to|and|[-–/])\s*\d", re.I)
 
 _clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient]
@@ -57,19 +57,18 @@ _clients = weakref.WeakKeyDictionary()
 def http(url: str, *, headers: Mapping[str, str] = {}, retries: int = 3) -> AsyncReward:
     """Make a reward that a server computes.
 
-    It is sent {"prompt", "response", "row"} as JSON, and answers a number, or an object with a
-    "reward" and, if it likes, "numbers" by name that are logged. A try that finds no server, a busy
-    one (429) or one with an error of its own (5xx) is repeated, after the pause that the server
-    asks for (Retry-After). A redirect that keeps the request (307, 308) is followed on the same
-    host.
+    It receives {"prompt", "response", "row"} as JSON, and returns a number, or an object with a
+    "reward" and optionally "numbers" by name to log. A try that finds no server, a busy one (429)
+    or one with an internal error (5xx) is repeated, after the pause that the server requests
+    (Retry-After). A redirect that keeps the request (307, 308) is followed on the same host.
     """
 
     async def reward(prompt: str, response: str, row: dict[str, Any]) -> Any:
-        asked = {"prompt": prompt, "response": response, "row": row}
-        found = await ask(url, asked, headers, retries)
-        if isinstance(found, dict):
-            return found["reward"], found.get("numbers", {})
-        return found
+        payload = {"prompt": prompt, "response": response, "row": row}
+        reply = await post_json(url, payload, headers, retries)
+        if isinstance(reply, dict):
+            return reply["reward"], reply.get("numbers", {})
+        return reply
 
     return reward
 
@@ -90,7 +89,7 @@ def judge(
     url: of a server with OpenAI's interface, up to and with its /v1. template: has {question},
     {prompt} and {response}. pattern: a regular expression whose last match in the judge's answer,
     its group 1 if it has one, is the grade; without it, `grade_of` reads it. max_tokens: of the
-    judge's thinking and answer. key_variable: the environment variable that holds the server's key.
+    judge's thinking and answer. key_variable: the environment variable with the server's key.
     """
     form = re.compile(pattern) if pattern else None
 
@@ -98,14 +97,14 @@ def judge(
         filled = template.format(question=question, prompt=prompt, response=response)
         key = os.environ.get(key_variable)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        asked = {
+        payload = {
             "model": model,
             "messages": [{"role": "user", "content": filled}],
             "temperature": 0,
             "max_tokens": max_tokens,
         }
-        found = await ask(f"{url.rstrip('/')}/chat/completions", asked, headers, retries)
-        choice = found["choices"][0]
+        reply = await post_json(f"{url.rstrip('/')}/chat/completions", payload, headers, retries)
+        choice = reply["choices"][0]
         if choice.get("finish_reason") == "length":
             raise ValueError(f"the judge did not end within max_tokens = {max_tokens}: raise it")
         return grade_of(str(choice["message"]["content"]), form) / 10
@@ -114,19 +113,19 @@ def judge(
 
 
 def grade_of(text: str, form: re.Pattern[str] | None = None) -> float:
-    """Return the grade, 0 to 10, of a judge's answer: what follows its thinking.
+    """Return the grade, 0 to 10, of a judge's answer, after its thinking.
 
-    It is the last match of a form, else the only number beside the scale, or the one that ends the
-    answer. Raises ValueError where there is none, or nobody can tell which of several it is.
+    It is the last match of a form, else the only number besides the scale, or the one that ends the
+    answer. Raises ValueError if there is none, or if several are ambiguous.
     """
     answer = THINKING_ENDS.sub("", text)
     if THINKING_BEGINS.match(answer):
         raise ValueError("the judge did not end its thinking: raise max_tokens")
     if form is not None:
-        found = [one[1] if form.groups else one[0] for one in form.finditer(answer)][-1:]
+        matches = [one[1] if form.groups else one[0] for one in form.finditer(answer)][-1:]
     else:
-        found = _clear_numbers(SCALE.sub(" ", answer))
-    numbers = [NUMBER.fullmatch((one or "").strip()) for one in found]
+        matches = _clear_numbers(SCALE.sub(" ", answer))
+    numbers = [NUMBER.fullmatch((one or "").strip()) for one in matches]
     grades = [float(one[0].replace(",", ".")) for one in numbers if one is not None]
     if len(grades) != 1 or not 0 <= grades[0] <= 10:
         raise ValueError(f"the judge gave no clear grade from 0 to 10 but {answer.strip()[:60]!r}")
@@ -134,17 +133,17 @@ def grade_of(text: str, form: re.Pattern[str] | None = None) -> float:
 
 
 def _clear_numbers(answer: str) -> list[str]:
-    """Return the different numbers of an answer; the last one alone where it ends the answer."""
+    """Return the distinct numbers of an answer; only the last one if it ends the answer."""
     if RANGE.search(answer):
         return []
-    found = list(NUMBER.finditer(answer))
-    if found and not re.search(r"\w", answer[found[-1].end() :]):
-        return [found[-1][0]]
-    return list(dict.fromkeys(one[0] for one in found))
+    matches = list(NUMBER.finditer(answer))
+    if matches and not re.search(r"\w", answer[matches[-1].end() :]):
+        return [matches[-1][0]]
+    return list(dict.fromkeys(one[0] for one in matches))
 
 
-async def ask(url: str, asked: Any, headers: Mapping[str, str], retries: int) -> Any:
-    """Return what a server answers to JSON; raises ValueError, in one sentence, where it fails."""
+async def post_json(url: str, payload: Any, headers: Mapping[str, str], retries: int) -> Any:
+    """Return a server's response to JSON; raises ValueError, in one sentence, if it fails."""
     loop = asyncio.get_running_loop()
     if loop not in _clients:
         _clients[loop] = httpx.AsyncClient(timeout=REQUEST_SECONDS)
@@ -152,9 +151,9 @@ async def ask(url: str, asked: Any, headers: Mapping[str, str], retries: int) ->
     for tries in range(retries + 1):
         pause = FIRST_PAUSE * 2**tries
         try:
-            answer = await _post(_clients[loop], url, asked, headers)
+            answer = await _post(_clients[loop], url, payload, headers)
         except httpx.TransportError as error:
-            why = f"could not be asked ({type(error).__name__}: {error})"
+            why = f"could not be reached ({type(error).__name__}: {error})"
         else:
             if answer.is_success:
                 return _content(url, answer)
@@ -163,9 +162,9 @@ async def ask(url: str, asked: Any, headers: Mapping[str, str], retries: int) ->
                 why = f"leads to {answer.headers.get('location')!r}: give that address"
             if answer.status_code != 429 and answer.status_code < 500:
                 break
-            pause = _asked_pause(answer, pause)
+            pause = _retry_after(answer, pause)
             if pause > LONGEST_PAUSE:
-                why = f"answered {answer.status_code} and wants {pause:.0f} s of pause"
+                why = f"answered {answer.status_code} and requests {pause:.0f} s of pause"
                 break
         if tries < retries:
             await asyncio.sleep(pause)
@@ -173,10 +172,10 @@ async def ask(url: str, asked: Any, headers: Mapping[str, str], retries: int) ->
 
 
 async def _post(
-    client: httpx.AsyncClient, url: str, asked: Any, headers: Mapping[str, str]
+    client: httpx.AsyncClient, url: str, payload: Any, headers: Mapping[str, str]
 ) -> httpx.Response:
     """Send JSON; follow redirects that keep the request, as long as they stay on the host."""
-    answer = await client.post(url, json=asked, headers=dict(headers))
+    answer = await client.post(url, json=payload, headers=dict(headers))
     for _ in range(MOST_REDIRECTS):
         following = answer.next_request
         if answer.status_code not in (307, 308) or following is None:
@@ -190,7 +189,7 @@ async def _post(
 
 
 def _content(url: str, answer: httpx.Response) -> Any:
-    """Return the JSON that a server answered."""
+    """Return the JSON in a server's response."""
     if len(answer.content) > LARGEST_ANSWER:
         raise ValueError(f"{url} answered more than {LARGEST_ANSWER:,} bytes")
     try:
@@ -199,13 +198,13 @@ def _content(url: str, answer: httpx.Response) -> Any:
         raise ValueError(f"{url} answered no JSON but {answer.text[:60]!r}") from error
 
 
-def _asked_pause(answer: httpx.Response, otherwise: float) -> float:
-    """Return for how many seconds a server wants to be left alone: RFC 9110, section 10.2.3."""
-    asked = answer.headers.get("retry-after", "").strip()
-    if asked.isascii() and asked.isdigit():
-        return float(asked)
+def _retry_after(answer: httpx.Response, otherwise: float) -> float:
+    """Return the pause in seconds that a server requests: RFC 9110, section 10.2.3."""
+    header = answer.headers.get("retry-after", "").strip()
+    if header.isascii() and header.isdigit():
+        return float(header)
     try:
-        until = email.utils.parsedate_to_datetime(asked)
+        until = email.utils.parsedate_to_datetime(header)
     except ValueError:
         return otherwise
     if until.tzinfo is None:  # -0000 is UTC

@@ -1,1 +1,1 @@
-"""Save the state of a run, and restore it from the newest checkpoint that is whole."""
+"""Save the state of a run, and restore it from the newest valid checkpoint."""

@@ -1,4 +1,4 @@
-"""Tell from an error of reading whether a checkpoint is damaged, or only out of reach for now."""
+"""Decide from a read error whether a checkpoint is damaged, or only unavailable for now."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from rlhf_jax.runtime import distributed, messages
 from rlhf_jax.runtime.checkpoint.quiet import release
 from rlhf_jax.runtime.foreign import LONGEST_REASON
 
-# How a message of tensorstore begins where files are missing, too short or changed.
+# Prefixes of tensorstore's messages for files that are missing, too short or changed.
 PROOFS = ("NOT_FOUND", "OUT_OF_RANGE", "DATA_LOSS", "FAILED_PRECONDITION")
-# What it says of bytes that it has read, and that are not what it wrote.
+# Its messages for bytes that it did not write.
 DECODING = "Error decoding"
 MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 
 
 @messages.register_error
 class Damaged(Exception):
-    """Say why a checkpoint cannot be trusted."""
+    """Report why a checkpoint cannot be trusted."""
 
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn an error within the context into Damaged where it proves damage, else into OSError.
+    """Turn an error within the context into Damaged if it proves damage, else into OSError.
 
-    Files that are missing, torn or changed are damage. To call a whole checkpoint damaged would
-    lose work, so what proves nothing (too many open files, an error of the disk, no permission, no
-    memory, an error of orbax) leaves it where it is. An error of the device stays itself.
+    Files that are missing, incomplete or changed are damage. Wrongly calling a valid checkpoint
+    damaged would lose work, so errors without proof (too many open files, an error of the disk, no
+    permission, no memory, an error of orbax) leave it in place. An error of the device is not
+    converted.
     """
     try:
         yield
@@ -46,14 +47,14 @@ def reading(path: Path) -> Iterator[None]:
             raise Damaged(f"{path.name} cannot be read, {reason(error)}") from error
         raise OSError(
             f"{path} cannot be read ({reason(error)}); the checkpoint stays as it is:"
-            " give the same command again, or move it away to go on from the one before it."
+            " repeat the command, or move it away to resume from the one before it."
         ) from error
 
 
 def reason(error: BaseException) -> str:
-    """Return the heart of an error's message.
+    """Return the essence of an error's message.
 
-    Those of tensorstore are long, and say last what happened first.
+    Those of tensorstore are long, with the first cause at the end.
     """
     error = root(error)
     if isinstance(error, OSError) and error.strerror:
@@ -72,7 +73,7 @@ def root(error: BaseException) -> BaseException:
 
 
 def _proves_damage(error: BaseException) -> bool:
-    """Tell whether an error can only come of files that are missing, torn or changed."""
+    """Return whether an error implies files that are missing, incomplete or changed."""
     if isinstance(error, OSError):
         # orbax's own has no number
         return isinstance(error, FileNotFoundError) or error.errno in MISSING
@@ -84,6 +85,6 @@ def _proves_damage(error: BaseException) -> bool:
 
 
 def _os_error(text: str) -> int:
-    """Return the errno that a message of tensorstore carries, or 0."""
+    """Return the errno in a message of tensorstore, or 0."""
     code = re.search(r"os_error_code=\\?'(\d+)", text)
     return int(code[1]) if code else 0

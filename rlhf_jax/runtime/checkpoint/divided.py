@@ -1,4 +1,4 @@
-"""Store arrays of which only some processes have a part: each by the processes that have one."""
+"""Store arrays of which only some processes have a part, by these processes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rlhf_jax.runtime.shards import owners_of, parts_elsewhere
 
 
 class _OwnParts:
-    """Show an array as orbax reads one, but for its class.
+    """Present an array to orbax under another class.
 
-    Orbax refuses an array of one process alone where there are several, as each might have one of
-    its own by that name; here the others know that this one has it.
+    Orbax refuses an array of one process alone if there are several, as each might have its own of
+    that name; here the others know that this one has it.
     """
 
     def __init__(self, array: jax.Array):
@@ -28,7 +28,7 @@ class _OwnParts:
 
 
 class DividedArrays(type_handlers.ArrayHandler):
-    """Store arrays that lie with any processes: the first of these writes what is said of them."""
+    """Store arrays that any processes hold: the first of these writes the metadata."""
 
     async def serialize(
         self,
@@ -36,7 +36,7 @@ class DividedArrays(type_handlers.ArrayHandler):
         infos: Sequence[type_handlers.ParamInfo],
         args: Sequence[ocp.SaveArgs] | None = None,
     ) -> list:
-        """Start to write this process's parts."""
+        """Start writing this process's parts."""
         given = args or [ocp.SaveArgs()] * len(values)
         by_first: dict[int, list[tuple]] = {}
         for array, info, how in zip(values, infos, given, strict=True):
@@ -53,7 +53,7 @@ class DividedArrays(type_handlers.ArrayHandler):
 
 
 def writers() -> dict[str, Any]:
-    """Return what tells orbax's handler of a tree to store arrays so, where some lie so."""
+    """Return handlers that make orbax store such arrays of a tree so."""
     if not distributed.is_divided():
         return {}
     registry = type_handlers.create_type_handler_registry((jax.Array, DividedArrays()))
@@ -63,7 +63,7 @@ def writers() -> dict[str, Any]:
 def own_and_others(
     wanted: Mapping[str, jax.ShapeDtypeStruct],
 ) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, jax.Array]]:
-    """Return what this process has to read a part of, and the arrays that others have alone."""
+    """Return the arrays of which this process reads a part, and those of other processes."""
     here = jax.process_index()
     own = {name: leaf for name, leaf in wanted.items() if here in owners_of(leaf.sharding)}
     return own, {name: parts_elsewhere(wanted[name]) for name in wanted if name not in own}

@@ -1,4 +1,4 @@
-"""Hold what belongs to the host, and what proves the rest of a checkpoint, in a JSON document."""
+"""Hold the host's part of a checkpoint, and proofs of the rest, in a JSON document."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def make(**parts: Any) -> dict[str, Any]:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Return the parts of a document, arrays as numpy arrays that may be written to.
+    """Return the parts of a document, with writable numpy arrays.
 
-    Raises Damaged where it has changed; see `reading` for the other errors.
+    Raises Damaged if it has changed; see `reading` for the other errors.
     """
     with reading(file):
         data = file.read_bytes()

@@ -1,10 +1,10 @@
-"""What arrays are called in checkpoints of earlier versions."""
+"""Names of arrays in checkpoints of earlier versions."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-# By how a name begins now: how it began.
+# By current prefix: the earlier prefix.
 BEGINNINGS = {
     "policy.weights.": "policy.",
     "policy.moments.": "optimizer.",
@@ -19,9 +19,9 @@ BEGINNINGS = {
 
 
 def saved_names(names: Iterable[str], saved: Collection[str]) -> dict[str, str]:
-    """Return what arrays are called among those that a checkpoint holds, by their names now.
+    """Return the names of arrays in a checkpoint, by their current names.
 
-    One that is not there keeps its name.
+    A missing array keeps its name.
     """
 
     def saved_name(name: str) -> str:

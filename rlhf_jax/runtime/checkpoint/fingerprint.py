@@ -1,4 +1,4 @@
-"""Fingerprint an array on its devices: equal bits have equal ones, however they are split."""
+"""Fingerprint an array on its devices: equal bits give equal fingerprints, however split."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ MURMUR = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
 
 @jax.jit
 def fingerprint(leaf: jax.Array) -> jax.Array:
-    """Return a [] uint32 of an array of any shape, dtype and sharding.
+    """Return the fingerprint, [] uint32, of an array of any shape, dtype and sharding.
 
-    Every bit and its place count. It is the sum, modulo 2^32, of a mix of each word and its index:
-    a change of one word always changes it, any other change but one in 2^32. A sum of integers does
-    not depend on its order, and so not on the mesh.
+    Every bit and its position count. It is the sum, modulo 2^32, of a mix of each word and its
+    index: a change of one word always changes it, any other change except one in 2^32. A sum of
+    integers does not depend on its order, and so not on the mesh.
     """
     # The bits of each element as uint32; an element of 8 bytes gives two, by a last axis.
     if leaf.dtype == jnp.bool_:

@@ -1,7 +1,7 @@
-"""Know a folder of checkpoints: which steps lie in it, and of which run it is.
+"""Manage a folder of checkpoints: its steps, and the id of its run.
 
-A run has an id of its own, random, which the folder keeps in a small file and every checkpoint in
-its document. So one that was put there from another run is known, however alike the two runs are.
+A run has a random id, which the folder keeps in a small file and every checkpoint in its document.
+So a checkpoint copied from another run is recognised, however similar the two runs are.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from rlhf_jax.runtime.checkpoint import document as documents
 from rlhf_jax.runtime.checkpoint.damage import Damaged, reason
 from rlhf_jax.runtime.files import write_atomically
 
-# The item of a checkpoint that is a document is a folder of this name, and this is its file.
+# The document item of a checkpoint is a folder of this name, with this file.
 HOST = "host"
 DOCUMENT = "document.json"
 # Orbax renames such a folder when it is complete.
 UNFINISHED = "*.orbax-checkpoint-tmp*"
-# Beside the checkpoints: the id of their run.
+# Next to the checkpoints: the id of their run.
 RUN_FILE = "run.json"
 
 
 def claim(folder: Path) -> str:
-    """Return the id of the run that a folder of checkpoints is of.
+    """Return the id of the run of a folder of checkpoints.
 
-    Where no file says so, whole, it is that of the latest checkpoint whose document is whole, as of
-    an earlier version, or a new one; and a file then says so.
+    Without a valid id file, it is that of the latest checkpoint with a valid document, as of an
+    earlier version, or a new one; the file is then written.
     """
     if run := read_run(folder):
         return run
@@ -44,7 +44,7 @@ def claim(folder: Path) -> str:
 
 
 def read_run(folder: Path) -> str:
-    """Return the id of the run that a folder is of; '' where no file says so, whole."""
+    """Return the id of the run of a folder; '' without a valid id file."""
     try:
         return documents.read(folder / RUN_FILE).get("run", "")
     except Damaged:
@@ -54,9 +54,9 @@ def read_run(folder: Path) -> str:
 def read_document(folder: Path, run: str | None = None) -> dict[str, Any]:
     """Return the document of a checkpoint.
 
-    run: the id that it must have, '' for any, None for that of the folder around it; a checkpoint
-    of an earlier version has none. Raises Damaged where it is of another step than its folder, or
-    of another run.
+    run: the required id, '' for any, None for that of the folder around it; a checkpoint of an
+    earlier version has none. Raises Damaged if it is of another step than its folder, or of another
+    run.
     """
     document = documents.read(folder / HOST / DOCUMENT)
     step = document.get("step", int(folder.name))  # that of an earlier version has none
@@ -71,10 +71,9 @@ def read_document(folder: Path, run: str | None = None) -> dict[str, Any]:
 
 
 def latest_document(folder: Path, run: str | None = None) -> dict[str, Any]:
-    """Return the document of the latest checkpoint that has a whole one; {} without one.
+    """Return the document of the latest checkpoint with a valid one; {} without one.
 
-    run: as in `read_document`. Raises OSError where one cannot be read but nothing proves it
-    damaged.
+    run: as in `read_document`. Raises OSError if one cannot be read but nothing proves it damaged.
     """
     for step in reversed(steps(folder)):
         with contextlib.suppress(Damaged):
@@ -88,9 +87,9 @@ def steps(folder: Path) -> list[int]:
 
 
 def names(folder: Path) -> list[str]:
-    """Return the names in a folder that may be missing.
+    """Return the names in a folder, which may be missing.
 
-    `glob` may take one that cannot be read for an empty one.
+    `glob` may treat an unreadable folder as empty.
     """
     with naming(folder), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return os.listdir(folder)
@@ -98,7 +97,7 @@ def names(folder: Path) -> list[str]:
 
 
 def require_usable(folder: Path) -> None:
-    """Raise OSError where checkpoints could not be written to a folder, or it not be made."""
+    """Raise OSError if checkpoints could not be written to a folder, or it cannot be made."""
     place = folder
     while not place.exists():
         place = place.parent
@@ -110,14 +109,14 @@ def require_usable(folder: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what saves that were interrupted have left."""
+    """Remove the remains of interrupted saves."""
     for path in folder.glob(UNFINISHED):
         shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Turn an OSError within the context into one that names the path and says what to do."""
+    """Turn an OSError within the context into one that names the path and the remedy."""
     try:
         yield
     except OSError as error:

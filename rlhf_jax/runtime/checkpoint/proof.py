@@ -1,7 +1,7 @@
-"""Prove that the files which hold a checkpoint's arrays are the ones that were written.
+"""Prove that the files of a checkpoint's arrays are the ones that were written.
 
-What orbax and tensorstore raise where a byte has changed may as well be a fault of their own. The
-digests of the files, which lie beside them, tell.
+An error of orbax and tensorstore for a changed byte may as well be a fault of their own. The
+digests of the files, stored next to them, decide.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from rlhf_jax.runtime.checkpoint.damage import Damaged
 from rlhf_jax.runtime.files import write_atomically
 
 PROOF = "files.json"
-# Bytes of a file up to which its content is proved, and above which its length: the fingerprints of
-# the arrays prove the rest.
+# File size in bytes up to which the content is digested, and above which only the length is
+# checked: the fingerprints of the arrays prove the rest.
 MOST_PROVED = 1 << 20
 
 
 class ProvedArrays(ocp.PyTreeCheckpointHandler):
-    """Store arrays as orbax does, and beside them the digests of their files."""
+    """Store arrays as orbax does, with the digests of their files."""
 
     def finalize(self, directory: epath.Path) -> None:
-        """Write the digests, before the folder gets the name of a complete one."""
+        """Write the digests, before the folder is renamed as complete."""
         super().finalize(directory)
         if distributed.leads():
             folder = Path(directory)
@@ -37,17 +37,17 @@ class ProvedArrays(ocp.PyTreeCheckpointHandler):
 
 
 def check(folder: Path) -> None:
-    """Raise Damaged where a file of the arrays is not as it was written, or is missing.
+    """Raise Damaged if a file of the arrays has changed or is missing.
 
-    Nothing is known of those of an earlier version. Raises OSError where one cannot be read.
+    Those of an earlier version cannot be checked. Raises OSError if one cannot be read.
     """
     if not (folder / PROOF).exists():
         return
-    found = _marks(folder)
+    marks = _marks(folder)
     for name, mark in documents.read(folder / PROOF)["files"].items():
-        if found.get(name) != mark:
+        if marks.get(name) != mark:
             raise Damaged(
-                f"{folder.name}/{name} {'has changed' if name in found else 'is missing'}"
+                f"{folder.name}/{name} {'has changed' if name in marks else 'is missing'}"
             )
 
 

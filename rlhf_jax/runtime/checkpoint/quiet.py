@@ -1,4 +1,4 @@
-"""Keep orbax from speaking: the caller tells of its errors, in one sentence each."""
+"""Silence orbax: the caller reports its errors, in one sentence each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import absl.logging
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hide the logs of orbax within the context, and for good what its unfinished tasks print.
+    """Hide the logs of orbax within the context, and permanently the output of unfinished tasks.
 
     Those may come late, from tensorstore's threads.
     """
@@ -35,7 +35,7 @@ def quiet() -> Iterator[None]:
 def release(error: BaseException) -> None:
     """Collect, without a warning, the unfinished tasks that an error's traceback holds.
 
-    Collected later, they would print warnings where nobody expects them.
+    Collected later, they would print unexpected warnings.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "coroutine ... was never awaited"
@@ -47,7 +47,7 @@ def release(error: BaseException) -> None:
 
 
 def _not_of_orbax(record: logging.LogRecord) -> bool:
-    """Pass a record of asyncio unless it tells of a task that orbax did not wait for."""
+    """Pass a record of asyncio unless it is about a task that orbax did not await."""
     text = logging.Formatter().format(record).lower()  # with the traceback
     return not any(name in text for name in ("orbax", "tensorstore", "ocdbt"))
 
@@ -55,7 +55,7 @@ def _not_of_orbax(record: logging.LogRecord) -> bool:
 def _unless_of_orbax(
     hook: Callable[[sys.UnraisableHookArgs], object], seen: sys.UnraisableHookArgs
 ) -> None:
-    """Call the hook for errors that nobody can catch, unless the error is one of orbax.
+    """Call the hook for uncatchable errors, unless the error is one of orbax.
 
     Such are coroutines of orbax that are collected, and calls by tensorstore of a loop that an
     error has ended.

@@ -1,8 +1,8 @@
-"""Store checkpoints in the background, whole or not at all, proved whole when they are read.
+"""Store checkpoints in the background, atomically, and verify them when they are read.
 
 A checkpoint is a folder named by its step. Orbax stores the device arrays, each device writing its
-own slices, under their names in the tree; a document beside them holds what belongs to the host,
-the identity of the run, and of every array its dtype, shape and fingerprint.
+own slices, under their names in the tree; a document next to them holds the host state, the
+identity of the run, and for every array its dtype, shape and fingerprint.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ from rlhf_jax.runtime.checkpoint.folder import (
 from rlhf_jax.runtime.checkpoint.quiet import quiet, release
 from rlhf_jax.runtime.files import alone
 
-STATE = "state"  # the folder of a checkpoint that has its arrays
-DAMAGED = "damaged-"  # before the step in the name of a checkpoint that was found damaged
+STATE = "state"  # the folder with a checkpoint's arrays
+DAMAGED = "damaged-"  # prefix of the step in the name of a damaged checkpoint
 
 
 @messages.register_error
 class Unsaved(OSError):
-    """Say that a checkpoint could not be saved."""
+    """Report that a checkpoint could not be saved."""
 
 
 class Restored(NamedTuple):
-    """Hold what a checkpoint gave back."""
+    """Hold the content of a checkpoint."""
 
     step: int
-    state: Any  # as the template, of jax.Array
+    state: Any  # like the template, of jax.Array
     host: dict[str, Any]
 
 
 class Checkpoints:
     """Keep the checkpoints of one run in `folder`; of complete ones the latest `keep` stay.
 
-    Use as a context manager: leaving it waits for the save that is running. `identity`, flat JSON
-    values, is saved with every checkpoint; one that differs is refused, but for `changeable` keys
-    of the config where `allow_changes`. `read_identity` renames that of an earlier version. A
-    checkpoint of another run is damaged here. Any error of saving but a device's is one Unsaved,
-    told once, at the next call or at the end, and leaves the earlier checkpoints as they were.
+    Use as a context manager: leaving it waits for a running save. `identity`, flat JSON values, is
+    saved with every checkpoint; a different one is refused, except for `changeable` keys of the
+    config if `allow_changes`. `read_identity` translates that of an earlier version. A checkpoint
+    of another run counts as damaged. Any error of saving except a device's is one Unsaved, raised
+    once, at the next call or at the end, and leaves the earlier checkpoints as they were.
     """
 
     def __init__(
@@ -101,14 +101,14 @@ class Checkpoints:
             stack.enter_context(quiet())
             with naming(self._folder):
                 handlers = ocp.DefaultCheckpointHandlerRegistry()
-                # Weights hardly shrink when they are compressed, and it takes the CPU's time.
+                # Weights hardly shrink when compressed, and compression costs CPU time.
                 arrays = proof.ProvedArrays(use_compression=False, **divided.writers())
                 handlers.add(STATE, ocp.args.PyTreeSave, arrays)
                 handlers.add(HOST, ocp.args.JsonSave, ocp.JsonCheckpointHandler(DOCUMENT))
-                # Threads that wait for a folder which could not be made would hold the process
-                # for minutes.
+                # Threads that wait for a folder which could not be made would delay the process's
+                # end for minutes.
                 at_once = ocp.options.AsyncOptions(create_directories_asynchronously=False)
-                # Lightweight: a damaged checkpoint must not keep the others from being found.
+                # Lightweight: a damaged checkpoint must not hide the others.
                 options = ocp.CheckpointManagerOptions(
                     max_to_keep=self._keep, lightweight_initialize=True, async_options=at_once
                 )
@@ -125,15 +125,15 @@ class Checkpoints:
         except Exception as failure:
             if error is None:
                 raise
-            for said in [str(failure), *getattr(failure, "__notes__", ())]:
-                error.add_note(said)
+            for note in [str(failure), *getattr(failure, "__notes__", ())]:
+                error.add_note(note)
 
     def save(self, step: int, state: Any, host: Mapping[str, Any]) -> None:
         """Start saving; the caller may donate `state` and change `host` as soon as this returns.
 
         state: a pytree of jax.Array, however sharded. host: JSON values, numpy arrays and scalars
-        in lists and in dicts with string keys. A save still running is waited for; a step that is
-        saved already stays as it is.
+        in lists and in dicts with string keys. It waits for a save still running; a step that is
+        already saved stays unchanged.
         """
         distributed.run_on_all(self._settle)  # one that failed alone must not leave others waiting
         if step in self._manager.all_steps():
@@ -147,7 +147,7 @@ class Checkpoints:
         document = documents.make(**about, leaves=table, host=host)
 
         # Orbax copies an accelerator's arrays to the host before its `save` returns, but writes a
-        # CPU's from where they lie, long after they were donated: so it gets copies of those.
+        # CPU's in place, long after they were donated: so it gets copies of those.
         for name, leaf in leaves.items():
             if next(iter(leaf.devices())).platform == "cpu":
                 leaves[name] = _copied(leaf)
@@ -157,27 +157,26 @@ class Checkpoints:
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
     def check(self) -> None:
-        """Raise Unsaved where the save behind the run has ended with an error; wait for nothing."""
+        """Raise Unsaved if the background save has failed; do not wait."""
         if distributed.leads() and not self._manager.is_saving_in_progress():
             self._settle()
 
     def on_disk(self) -> int:
-        """Return the step of the latest checkpoint that is complete; 0 where there is none."""
+        """Return the step of the latest complete checkpoint; 0 if there is none."""
         return max(steps(self._folder), default=0)
 
     def restore(self, template: Any) -> Restored | None:
-        """Return the latest checkpoint that is whole, placed as `template` says.
+        """Return the latest valid checkpoint, placed like `template`.
 
-        None where there is none at all. template: a pytree of jax.ShapeDtypeStruct (with shardings,
+        None if there is none at all. template: a pytree of jax.ShapeDtypeStruct (with shardings,
         else for the first device) or jax.Array; its mesh need not be the one that saved. A damaged
-        checkpoint is named on stderr and moved to `damaged-STEP`, and the one before it is used.
-        Raises ValueError where the identity or the arrays of the state differ from this run's, or
-        where no checkpoint is whole, OSError where one cannot be read but nothing proves it
-        damaged.
+        checkpoint is reported on stderr and moved to `damaged-STEP`, and the one before it is used.
+        Raises ValueError if the identity or the arrays of the state differ from this run's, or if
+        no checkpoint is valid, OSError if one cannot be read but nothing proves it damaged.
         """
         self._settle()
-        found = distributed.run_on_leader(lambda: steps(self._folder))
-        for step in reversed(found):
+        saved = distributed.run_on_leader(lambda: steps(self._folder))
+        for step in reversed(saved):
             folder = self._folder / str(step)
             read = functools.partial(read_document, folder, self._run)
             try:
@@ -191,10 +190,10 @@ class Checkpoints:
         return None
 
     def preview(self, template: Any) -> int:
-        """Return the step from which `restore` would go on, by documents alone; 0 where none is.
+        """Return the step from which `restore` would resume, by documents alone; 0 if none.
 
         For one that is not entered: nothing is written or moved, and no array is loaded. Raises
-        what `restore` would, and ValueError where another run is at work there.
+        errors as `restore` would, and ValueError if another run is at work there.
         """
         require_usable(self._folder)
         if not self._folder.exists():
@@ -209,15 +208,15 @@ class Checkpoints:
                     with reading(folder / STATE):
                         proof.check(folder / STATE)
                 except Damaged as damage:
-                    said = f"is damaged ({damage}), and would be moved aside"
-                    print(f"warning: the checkpoint of step {step} {said}.", file=sys.stderr)
+                    finding = f"is damaged ({damage}), and would be moved aside"
+                    print(f"warning: the checkpoint of step {step} {finding}.", file=sys.stderr)
                 else:
                     return step
         _require_none(self._folder)
         return 0
 
     def _require_fit(self, folder: Path, document: dict[str, Any], template: Any) -> None:
-        """Raise ValueError where a checkpoint is of another identity, or has more arrays."""
+        """Raise ValueError if a checkpoint is of another identity, or has more arrays."""
         made = self._read_identity(document["identity"])
         for key, saved, own in documents.differences(made, self._identity):
             if key in self._changeable and self._allow_changes:
@@ -234,7 +233,7 @@ class Checkpoints:
             )
 
     def _move_aside(self, step: int, why: str) -> None:
-        """Rename a damaged checkpoint, so that it is looked at no more, and say so."""
+        """Rename a damaged checkpoint, so that it is ignored, and report it."""
         folder = self._folder / str(step)
         target = self._folder / f"{DAMAGED}{step}"
         number = 2
@@ -254,7 +253,7 @@ class Checkpoints:
         self._manager.reload()
 
     def _settle(self) -> None:
-        """Wait for the save that is running."""
+        """Wait for a running save."""
         with self._failing():
             self._manager.wait_until_finished()
 
@@ -262,40 +261,41 @@ class Checkpoints:
     def _failing(self) -> Iterator[None]:
         """Turn any error of orbax within the context into one Unsaved, with nothing half written.
 
-        It may be one of the background. A device's stays itself: room would not help it.
+        It may be an error of the background. A device's is not converted: disk space would not
+        help.
         """
         try:
             yield
         except Exception as error:
             release(error)
-            # The first error is the one to be told.
+            # The first error is reported.
             with contextlib.suppress(OSError):
                 if distributed.leads():
                     remove_unfinished(self._folder)
                 self._manager.reload()
             unsaved = f"The checkpoint of step {self._saving} could not be saved in {self._folder}"
             if distributed.is_of_device(root(error)):
-                root(error).add_note(f"{unsaved}; those before it are whole.")
+                root(error).add_note(f"{unsaved}; those before it are valid.")
                 raise root(error) from None
             raise Unsaved(
-                f"{unsaved} ({reason(error)}); those before it are whole: make room and give the"
+                f"{unsaved} ({reason(error)}); those before it are valid: make room and give the"
                 " same command again."
             ) from error
 
 
 def read_part(folder: str | Path, template: Any, step: int | None = None) -> Restored:
-    """Return the arrays that `template` names, of the checkpoint of `step` or the latest.
+    """Return the arrays in `template` from the checkpoint of `step` or the latest.
 
-    It changes nothing, and is safe beside a run that is saving there. template: as in
-    `Checkpoints.restore`. Raises ValueError or OSError in one sentence.
+    It changes nothing, and is safe while a run saves there. template: as in `Checkpoints.restore`.
+    Raises ValueError or OSError in one sentence.
     """
-    found = steps(Path(folder))
-    if not found or step not in (None, *found):
+    saved = steps(Path(folder))
+    if not saved or step not in (None, *saved):
         wanted = "" if step is None else f" of step {step}"
         raise FileNotFoundError(
-            f"There is no checkpoint{wanted} in {folder}; found are: {found or 'none'}."
+            f"There is no checkpoint{wanted} in {folder}; found are: {saved or 'none'}."
         )
-    step = found[-1] if step is None else step
+    step = saved[-1] if step is None else step
     place = Path(folder).absolute() / str(step)
     try:
         document = read_document(place)
@@ -309,7 +309,7 @@ def read_part(folder: str | Path, template: Any, step: int | None = None) -> Res
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """Return the leaves of a tree by their place in it, as `optimizer.1.0.mu.layers.query`."""
+    """Return the leaves of a tree by their path in it, as `optimizer.1.0.mu.layers.query`."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -320,16 +320,15 @@ _copied = jax.jit(jnp.copy)
 
 
 def _require_none(folder: Path) -> None:
-    """Raise ValueError where a folder has checkpoints, none of which is whole."""
+    """Raise ValueError if a folder has checkpoints, none of which is valid."""
     if any(name.isdigit() or name.startswith(DAMAGED) for name in names(folder)):
         raise ValueError(
-            f"No checkpoint in {folder} is whole: bring one back from a copy, or name another"
-            " workdir."
+            f"No checkpoint in {folder} is valid: restore one from a copy, or name another workdir."
         )
 
 
 def _require_arrays(folder: Path, saved: dict[str, list], template: Any) -> None:
-    """Raise ValueError where a checkpoint lacks an array of the template, or has another."""
+    """Raise ValueError if a checkpoint lacks an array of the template, or has another."""
     leaves = named_leaves(template)
     for name, own in saved_names(leaves, saved).items():
         leaf = leaves[name]
@@ -342,7 +341,7 @@ def _require_arrays(folder: Path, saved: dict[str, list], template: Any) -> None
 
 
 def _read_state(folder: Path, saved: dict[str, list], template: Any) -> Any:
-    """Return the template's arrays from a checkpoint, each proved by its fingerprint.
+    """Return the template's arrays from a checkpoint, each verified by its fingerprint.
 
     saved: [dtype, shape, fingerprint] of each array there.
     """
@@ -354,23 +353,23 @@ def _read_state(folder: Path, saved: dict[str, list], template: Any) -> Any:
         place = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         wanted[names[name]] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
     own, others = divided.own_and_others(wanted)
-    asked = {name: ocp.ArrayRestoreArgs(sharding=leaf.sharding) for name, leaf in own.items()}
-    arguments = ocp.args.PyTreeRestore(own, restore_args=asked, partial_restore=True)
+    restored = {name: ocp.ArrayRestoreArgs(sharding=leaf.sharding) for name, leaf in own.items()}
+    arguments = ocp.args.PyTreeRestore(own, restore_args=restored, partial_restore=True)
 
     def read_arrays() -> dict[str, jax.Array]:
-        # Without orbax's Checkpointer, in which a process whose part is damaged would leave the
+        # Without orbax's Checkpointer, in which a process with a damaged part would leave the
         # others waiting.
         arrays = folder / STATE
         try:
             with reading(arrays), contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
                 return others | handler.restore(epath.Path(arrays), args=arguments)
         except OSError:
-            with contextlib.suppress(OSError):  # the first error is the one to be told
+            with contextlib.suppress(OSError):  # the first error is reported
                 proof.check(arrays)
             raise
 
     leaves = distributed.run_on_all(read_arrays)
-    # Of an array that its own table no longer names, orbax returns what it was asked for.
+    # For an array that its own table no longer names, orbax returns the argument.
     if lost := [name for name in wanted if not isinstance(leaves.get(name), jax.Array)]:
         raise Damaged(f"{lost[0]} is not among its arrays")
     leaves = {name: leaves[name] for name in wanted}  # in one order on all ranks
@@ -381,7 +380,7 @@ def _read_state(folder: Path, saved: dict[str, list], template: Any) -> Any:
 
 
 def _check_shared(folder: Path) -> None:
-    """Raise ValueError, on all, where a process does not see the leader's folder."""
+    """Raise ValueError, on all, if a process does not see the leader's folder."""
     mark = folder / distributed.broadcast(f".seen-{os.getpid()}-{time.time_ns()}")
     with naming(folder):
         distributed.run_on_leader(mark.touch)

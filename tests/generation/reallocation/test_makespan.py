@@ -223,7 +223,7 @@ def test_a_plan_says_what_moves_are_worth(tmp_path, capsys):
         "spread evenly",
         "ours, which knows siblings",
         "ours, were",
-        "no placement",
+        "lower bound",
     )
     seconds = [float(re.findall(rf"([0-9.]+) s {way}", said)[0]) for way in ways]
     static, _, guessed, known, bound = seconds

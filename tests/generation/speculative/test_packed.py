@@ -160,7 +160,7 @@ def test_drafts_that_were_left_out_say_nothing():
     emission = Emission(
         tokens=np.zeros((3, 5), int),
         logprobs=np.zeros((3, 5)),
-        support=None,
+        top_k_ids=None,
         count=allowed + 1,
         accepted=allowed,
         path=path,

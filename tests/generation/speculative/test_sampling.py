@@ -240,13 +240,13 @@ def test_support_holds_the_kept_tokens_and_renormalises():
     sampling = Sampling(0.8, top_k=12, top_p=0.7)
     drawn = draw(logits, key, position, *law_of(sampling))
     kept = np.isfinite(log_probabilities(logits, *law_of(sampling)))
-    assert drawn.support is not None and drawn.support.shape == (16, 12)
-    for row, ids in zip(kept, np.asarray(drawn.support), strict=True):
+    assert drawn.top_k_ids is not None and drawn.top_k_ids.shape == (16, 12)
+    for row, ids in zip(kept, np.asarray(drawn.top_k_ids), strict=True):
         assert set(ids[ids >= 0]) == set(np.flatnonzero(row))
     renormalised = np.where(kept, jax.nn.log_softmax(jnp.where(kept, logits / 0.8, -jnp.inf)), 0.0)
     again = np.take_along_axis(renormalised, np.asarray(drawn.token)[:, None], 1)[:, 0]
     np.testing.assert_allclose(again, drawn.logprob, atol=1e-5)
-    small = draw(logits[:, :5], key, position, 1.0, Truncation(8)).support
+    small = draw(logits[:, :5], key, position, 1.0, Truncation(8)).top_k_ids
     assert small is not None and (np.asarray(small)[:, 5:] == -1).all()
 
 

@@ -1,6 +1,6 @@
-"""Say how well drafters would do, by looking back: what they would have drafted, and what came.
+"""Estimate the acceptance of drafters by hindsight: compare their drafts with the actual text.
 
-It costs no draft and no verification, so a drafter is known before it is ever used.
+It needs no drafting or verification, so a drafter can be judged before its first use.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ from rlhf_jax.types import Array
 
 @struct.dataclass
 class Hindsight:
-    """Hold one drafter's confidence, and how it would have drafted each row's last DEPTHS tokens.
+    """Hold one drafter's confidence, and the ranks of each row's last DEPTHS tokens in its drafts.
 
-    `Observations` says what ranks and offered mean.
+    `Observations` defines ranks and offered.
     """
 
     confidence: Array  # [B] int8, the class now
     past: Array  # [B] int8, the class DEPTHS tokens ago
-    # [B, DEPTHS] int8, the rank of the token that came among the options at each depth; -1: none of
-    # them.
+    # [B, DEPTHS] int8, the rank of the actual token among the options at each depth; -1: none.
     ranks: Array
-    # [B, DEPTHS] int8, RANKS where that was observed: what was lacking counts as wrong; else 0.
+    # [B, DEPTHS] int8, RANKS if observed: a missing option counts as wrong; else 0.
     offered: Array
 
 
@@ -45,9 +44,9 @@ def look_back(
 ) -> dict[str, Hindsight]:
     """Return the `Hindsight` of each of `drafters`, by name, from the state after a round.
 
-    Every text, those of siblings [B, S] int32 too, is cut by DEPTHS tokens: nothing is used that
-    was not known. Rows of DEPTHS tokens and fewer are unobserved. A depth is observed while rank 0
-    was right before it.
+    Every text, including those of siblings [B, S] int32, is cut by DEPTHS tokens, so that only then
+    known tokens are used. Rows of at most DEPTHS tokens are unobserved. A depth is observed while
+    rank 0 was right before it.
     """
     before = dataclasses.replace(state, length=state.length - DEPTHS)
     back = jnp.maximum(before.length, 0)[:, None] + jnp.arange(DEPTHS, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""Find where a known text agrees with the end of a row's own text, and read on from there."""
+"""Find matches of the end of a row's text in a corpus, and read their continuations."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from rlhf_jax.cache.state import DecodeState
 from rlhf_jax.generation.strategy.acceptance import RANKS
 from rlhf_jax.types import Array
 
-LONGEST_MATCH = 8  # A match is counted up to this many tokens before the text's end.
+LONGEST_MATCH = 8  # Most tokens that are compared before the text's end.
 
 
 def match_length(state: DecodeState, corpus: Array) -> jax.Array:
-    """Count [B, C] int32 how many tokens up to each place of corpus [B, C] equal the text's end.
+    """Count [B, C] int32 the tokens up to each place of corpus [B, C] that equal the text's end.
 
-    The token at the place itself counts. More than LONGEST_MATCH tokens are not compared.
+    The token at the place itself counts. At most LONGEST_MATCH tokens are compared.
     """
     # The last known tokens, the last one first; -2, which equals nothing, before the text's start.
     back = state.length[:, None] - 1 - jnp.arange(LONGEST_MATCH, dtype=jnp.int32)
@@ -32,7 +32,7 @@ def match_length(state: DecodeState, corpus: Array) -> jax.Array:
 
 
 def is_followed(corpus: Array) -> jax.Array:
-    """Say [B, C] bool where the token after a place of corpus [B, C] is known (not -1)."""
+    """Return [B, C] bool whether the token after a place of corpus [B, C] is known (not -1)."""
     return jnp.pad(corpus[:, 1:] >= 0, ((0, 0), (0, 1)))
 
 
@@ -41,10 +41,10 @@ def best_places(score: Array) -> tuple[jax.Array, jax.Array]:
 
     Scores other than 0 must be distinct, and below 2**24.
     """
-    # On a CPU, XLA sorts whole rows, forty times slower, of integers (float32 is exact below 2**24)
-    # and for a reader that slices: hence the barrier.
+    # On a CPU, XLA sorts whole rows, forty times slower, for integers (float32 is exact below
+    # 2**24) and for a reader that slices: hence the barrier.
     top, where = jax.lax.top_k(score.astype(jnp.float32), RANKS)
-    # One by one: XLA's partitioner of a top-k aborts where both are read at once (jax 0.10.2).
+    # One by one: XLA's partitioner of a top-k aborts if both are read at once (jax 0.10.2).
     top = jax.lax.optimization_barrier(top)
     where = jax.lax.optimization_barrier(where)
     return top.astype(jnp.int32), where
@@ -53,7 +53,7 @@ def best_places(score: Array) -> tuple[jax.Array, jax.Array]:
 def continuations(
     corpus: Array, where: Array, usable: Array, depth: int, period: Array
 ) -> jax.Array:
-    """Return the `depth` tokens after places where [B, R] of corpus [B, C], [B, depth, R] int32.
+    """Return the `depth` tokens after places [B, R] of corpus [B, C], [B, depth, R] int32.
 
     They repeat after period [B, R] tokens. They are -1 once unknown, and where not usable [B, R].
     """

@@ -22,8 +22,8 @@ from rlhf_jax.mesh import ONE_DEVICE, Layout, pin_rows
 from rlhf_jax.models.transformer import forward, logits
 from rlhf_jax.types import Array, Emission, Model, Strategy
 
-CATCH_UP_TOKENS = 8  # Tokens of each row that one step of `catch_up` feeds.
-# Probabilities of the drafter's best token that divide the confidence classes 1, 2 and 3.
+CATCH_UP_TOKENS = 8  # Tokens per row that one step of `catch_up` feeds.
+# Probabilities of the drafter's best token that separate the confidence classes 1, 2 and 3.
 CONFIDENT_PROBABILITIES = (0.3, 0.7)
 
 
@@ -36,7 +36,7 @@ class ModelDrafter(Drafter):
     learns_from_texts = True
 
     def catch_up(self, execute: Execute, state: DecodeState, context: DraftContext) -> DecodeState:
-        """Return the state whose draft cache lacks one token of each row at most."""
+        """Return the state whose draft cache lacks at most one token of each row."""
         on = dict(layout=context.layout)
         return execute(catch_up, context.model, state, **on)
 
@@ -120,7 +120,7 @@ def propose(
 def confidence_of(scores: jax.Array, token: Array, temperature: Array) -> jax.Array:
     """Return the confidence class [...] int8, 1 to 3, of token [...] under logits [..., V].
 
-    It goes by the token's probability at the temperature [...] (at 1 where that is 0).
+    It depends on the token's probability at the temperature [...] (at 1 if that is 0).
     """
     chex.assert_rank(scores, token.ndim + 1)
     z = tempered(scores, temperature)
@@ -159,10 +159,10 @@ def _feed(
     fed: int,
     layout: Layout,
 ) -> tuple[jax.Array, Window]:
-    """Feed one level's nodes, after the token before the root where the window is still empty.
+    """Feed one level's nodes, after the token before the root if the window is still empty.
 
     tokens[node] is [B] int32; window holds the `fed` tokens before them. Returns hidden [B, Q, M]
-    of the Q tokens that are fed now, and the grown window.
+    of the Q tokens fed now, and the grown window.
     """
     queries = jnp.stack([tokens[node] for node in level], axis=1)
     positions = (state.length - 1)[:, None] + trees.depths(strategy)[level]
@@ -196,7 +196,7 @@ def _feed(
 
 
 def _token_at(state: DecodeState, place: Array) -> jax.Array:
-    """Return the token [B] int32 at place [B] of each row, the first one where that is negative."""
+    """Return the token [B] int32 at place [B] of each row, the first one if that is negative."""
     return jnp.take_along_axis(state.tokens, jnp.maximum(place, 0)[:, None], axis=1)[:, 0]
 
 
@@ -213,7 +213,7 @@ def commit(
 
     `state` is the state after the round, which emitted count [B] tokens along path [B, N+1]; the
     window began two tokens before the old length. A node that was never fed can only be the last
-    one of a fully accepted path: it is left to the next call.
+    one of a fully accepted path: the next call feeds it.
     """
     assert state.draft is not None
     before = state.length - count
@@ -234,9 +234,9 @@ def commit(
 
 @functools.partial(jax.jit, static_argnames=("layout"), donate_argnames=("state",))
 def catch_up(drafter: Model, state: DecodeState, layout: Layout = ONE_DEVICE) -> DecodeState:
-    """Feed what the draft cache lacks, until that is one token at most.
+    """Feed the draft cache until it lacks at most one token.
 
-    It is needed after rounds that drafted otherwise; it feeds CATCH_UP_TOKENS tokens of every row a
+    It is needed after rounds of other drafters; it feeds CATCH_UP_TOKENS tokens of every row per
     step. `state` is donated.
     """
     chunk = CATCH_UP_TOKENS

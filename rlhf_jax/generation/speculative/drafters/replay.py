@@ -1,7 +1,7 @@
-"""Draft by replay: the text that the same noise gave before, from where this one stands.
+"""Draft by replay: the earlier text of the same noise, from the current position.
 
-With the noise of (sample, position) repeated, a slightly changed policy draws almost the same text.
-Drafts are verified draw by draw as any others: the text is what plain decoding gives.
+With repeated noise of (sample, position), a slightly changed policy draws almost the same text.
+Drafts are verified draw by draw like any others, so the text is that of plain decoding.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from rlhf_jax.generation.strategy.acceptance import RANKS
 from rlhf_jax.types import Array
 
 FOLLOWS_EARLIER = 3  # The confidence class of a text that follows its earlier one.
-# A text follows its earlier one while the last so many tokens are equal, position by position.
+# A text follows its earlier one while this many last tokens are equal, position by position.
 ALIGNED = 4
-# So many tokens must match elsewhere to leave the position: the noise is the same only there.
+# Least match elsewhere to leave the position: the noise is the same only there.
 REALIGNED = 2
 
 
 class ReplayDrafter(SearchDrafter):
-    """Draft the text that the same noise gave before."""
+    """Draft the earlier text of the same noise."""
 
     name = "replay"
     needs_earlier = True
@@ -41,8 +41,8 @@ class ReplayDrafter(SearchDrafter):
 
         The position is left only for a match that is longer than the agreement there, never while
         the last ALIGNED tokens (or all so far) agree; among equal matches the nearest is first. The
-        class: 0 nothing is known, 1 by position although the text has just differed, 2 realigned,
-        3 by position and the text follows.
+        class: 0 nothing is known, 1 by position although the text has just differed, 2 realigned, 3
+        by position and the text follows.
         """
         chex.assert_rank([state.earlier, state.tokens], 2)
         rows, size = state.earlier.shape
@@ -50,8 +50,8 @@ class ReplayDrafter(SearchDrafter):
             nothing = jnp.full((rows, depth, RANKS), -1, jnp.int32)
             return Found(nothing, jnp.zeros((rows,), jnp.int8))
 
-        # Tokens that match up to each place of the earlier text; while the text follows, its own
-        # position is worth more than any match, and it is always worth one token.
+        # Matching tokens up to each place of the earlier text; while the text follows, its own
+        # position outranks any match, and it always counts one token.
         distance = jnp.arange(size, dtype=jnp.int32) - (state.length - 1)[:, None]
         matched = match_length(state, state.earlier)
         aligned = matched >= jnp.minimum(state.length, ALIGNED)[:, None]

@@ -1,4 +1,4 @@
-"""Drafters that search texts they know: how what they find becomes a strategy's drafts."""
+"""Drafters that search known texts: how search results become a strategy's drafts."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from rlhf_jax.types import Array, Strategy
 
 
 class Found(NamedTuple):
-    """Hold what a search offers as the next K tokens: up to R = `RANKS` continuations."""
+    """Hold a search's candidates for the next K tokens: up to R = `RANKS` continuations."""
 
-    tokens: jax.Array  # [B, K, R] int32, the best continuation first, -1 beyond what is known
+    tokens: jax.Array  # [B, K, R] int32, the best continuation first, -1 beyond known tokens
     confidence: Array  # [B] int8, the drafter's class 0..3
 
 
 class SearchDrafter(Drafter):
-    """Propose what `search` finds, without a model; a subclass gives a name and `search`.
+    """Propose the results of `search`, without a model; a subclass gives a name and `search`.
 
-    Such a drafter costs little, so it looks back after every round of an adaptive stage: its
-    acceptance is known before it is ever used (see `hindsight`).
+    Such a drafter is cheap, so it looks back after every round of an adaptive stage: its acceptance
+    is known before its first use (see `hindsight`).
     """
 
     has_hindsight = True
 
     def search(self, state: DecodeState, siblings: Array, depth: int) -> Found:
-        """Return the next `depth` tokens as the drafter expects them.
+        """Return the next `depth` tokens that the drafter expects.
 
-        It is traced, and may use only what `state` says up to its `length`. siblings [B, S] int32
-        are rows of `state` that hold samples of the same prompt, -1 for none.
+        It is traced, and may use `state` only up to its `length`. siblings [B, S] int32 are rows of
+        `state` that hold samples of the same prompt, -1 for none.
         """
         raise NotImplementedError(f"Drafter {self.name!r} has no `search`.")
 
     def propose(self, execute: Execute, state: DecodeState, context: DraftContext) -> Proposal:
-        """Return the best of what `search` finds, in one jitted call."""
+        """Return the best results of `search`, in one jitted call."""
         siblings = context.siblings
         return execute(propose, self, state, siblings, context.strategy, layout=context.layout)
 
@@ -55,15 +55,15 @@ def propose(
     strategy: Strategy,
     layout: Layout = ONE_DEVICE,
 ) -> Proposal:
-    """Search, and lay what is found out on the strategy's nodes.
+    """Search, and place the results on the strategy's nodes.
 
-    siblings [B, S] int32 as in `search`. Nodes beyond where continuations end get -1. Siblings are
+    siblings [B, S] int32 as in `search`. Nodes beyond the end of continuations get -1. Siblings are
     distinct: rank r is the r-th different token among the continuations that agree with the path.
-    The proposal has a confidence only where the drafter's rounds may have a budget.
+    The proposal has a confidence only if the drafter's rounds may have a budget.
     """
     level = trees.depths(strategy)
-    found = drafter.search(state, siblings, int(level.max()))
-    chex.assert_rank(found.tokens, 3)
+    results = drafter.search(state, siblings, int(level.max()))
+    chex.assert_rank(results.tokens, 3)
     rank = trees.ranks(strategy)[1:]
     parent = np.array(strategy.parents, np.int32) + 1
     node = np.arange(1, len(parent) + 1, dtype=np.int32)
@@ -77,17 +77,17 @@ def propose(
         token = jnp.where(chosen, options, -1).max(axis=1)
         return agree.at[node].set(agree[parent] & (options == token[:, None])), token
 
-    options = jnp.moveaxis(found.tokens[:, level[1:] - 1], 1, 0)  # [N, B, R]
+    options = jnp.moveaxis(results.tokens[:, level[1:] - 1], 1, 0)  # [N, B, R]
     agree = jnp.ones((len(node) + 1, *options.shape[1:]), bool)
     _, drafts = jax.lax.scan(draft, agree, (node, parent, rank, options))
     padding = trees.bucket(strategy) - 1 - len(node)
     drafts = jnp.pad(drafts.T, ((0, 0), (0, padding)), constant_values=-1)
-    confidence = found.confidence if drafter.packs else None
+    confidence = results.confidence if drafter.packs else None
     return pin_rows(Proposal(drafts, confidence=confidence), layout)
 
 
 def first_occurrences(options: jax.Array, agree: jax.Array) -> jax.Array:
-    """Mark [..., R] bool the options that `agree` and are tokens, each only where it comes first.
+    """Mark [..., R] bool the options that `agree` and are tokens, each at its first occurrence.
 
     options [..., R] int32 (-1: no token) and agree [..., R] bool.
     """

@@ -1,8 +1,7 @@
-"""Measure how well a draft model predicts finished texts, by one teacher-forced pass.
+"""Measure a draft model's acceptance on finished texts, by one teacher-forced pass.
 
-With the noise of the text itself, the rank that each token had in the drafter's own draw says
-whether a round would have accepted it. That gives the acceptance of every chain and tree, and no
-round needs to draft in order to know.
+With the noise of the text itself, the rank of each token in the drafter's own draw shows whether a
+round would have accepted it. That gives the acceptance of every chain and tree without drafting.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from rlhf_jax.models.columns import join_columns, split_columns
 from rlhf_jax.models.transformer import forward, logits
 from rlhf_jax.types import Array, Model
 
-HEAD_TOKENS = 512  # Tokens whose logits exist at one time.
+HEAD_TOKENS = 512  # Tokens whose logits exist at a time.
 
 
 @functools.partial(jax.jit, static_argnames=("truncation", "layout"))
@@ -37,7 +36,7 @@ def score(
     truncation: Truncation,
     layout: Layout = ONE_DEVICE,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (rank, confidence), both [B, T] int8, of the tokens [B, T] that mask [B, T] names.
+    """Return (rank, confidence), both [B, T] int8, of the tokens [B, T] under mask [B, T].
 
     rank[b, t] is the place of tokens[b, t] among the RANKS best of the drafter's draw with key[b]
     (seed, sample), uint32, and temperature[b], float32, at position t, -1 if it is none of them;
@@ -64,10 +63,10 @@ def score(
             return rank.astype(jnp.int8), confidence.astype(jnp.int8)
 
         # A block without masked tokens, of prompts or of padding, skips the head. It is a loop of
-        # one turn or none, as XLA's partitioner for GPUs gathers what a branch returns.
+        # at most one iteration, as XLA's partitioner for GPUs gathers the results of a branch.
         unknown = (jnp.full(masked.shape, -1, jnp.int8), jnp.zeros(masked.shape, jnp.int8))
         turns = masked.any().astype(jnp.int32)
-        return jax.lax.fori_loop(0, turns, lambda _, found: measure(), pin_rows(unknown, layout))
+        return jax.lax.fori_loop(0, turns, lambda _, unused: measure(), pin_rows(unknown, layout))
 
     # Each token is predicted by the hidden state before it.
     aligned = (hidden[:, :-1], tokens[:, 1:], mask[:, 1:], places[:, 1:])
@@ -80,12 +79,12 @@ def score(
 def as_observations(
     rank: np.ndarray, confidence: np.ndarray, mask: np.ndarray, seen_prompt: np.ndarray
 ) -> Observations:
-    """Return what drafting from every response token of mask [B, T] would have shown.
+    """Return the observations of drafting from every response token of mask [B, T].
 
-    rank and confidence, both [B, T], are those of `score`; seen_prompt [B] says whose prompt
-    was rolled out before. The class before a draft is that of the token before it, none at a
-    response's first token; and each counts once more for the class where nothing is known. All
-    RANKS are offered at each depth until the first that rank 0 misses, or the end.
+    rank and confidence, both [B, T], are those of `score`; seen_prompt [B] marks prompts with
+    earlier roll-outs. The class before a draft is that of the token before it, none at a response's
+    first token; and each counts once more for the class in which nothing is known. All RANKS are
+    offered at each depth until the first that rank 0 misses, or the end.
     """
     row, place = np.nonzero(mask)
     padding = ((0, 0), (0, DEPTHS))
@@ -100,7 +99,7 @@ def as_observations(
     before = np.where(mask[row, place - 1], confidence[row, place - 1], NOTHING)
     band = bands(mask.cumsum(axis=1)[row, place] - 1)
     by_class = (seen_prompt[row], before, ranks, offered, band)
-    # Between drafts of its own nothing is known of a row: that class is the mean of all.
+    # Between its own drafts nothing is known of a row: that class is the mean of all.
     again = before != NOTHING
     nothing = np.full(again.sum(), NOTHING)
     unknown = (seen_prompt[row][again], nothing, ranks[again], offered[again], band[again])

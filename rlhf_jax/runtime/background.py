@@ -1,4 +1,4 @@
-"""Run work on a thread of its own while the caller does something else, and hear of it."""
+"""Run work on a background thread, and receive its reports."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Made = TypeVar("Made")
 
 
 class Abandoned(Exception):
-    """Report to work beside that nobody waits for it any more."""
+    """Signal to background work that it was abandoned."""
 
 
-class WorkBeside(Generic[Report, Made]):
-    """Run `work` beside the caller; a context manager, which abandons it where it is left early.
+class BackgroundTask(Generic[Report, Made]):
+    """Run `work` in the background; leaving the context early abandons it.
 
-    `work` gets a function to report with. What it reports is heard by the caller alone, on the
-    caller's thread; the report after the work was abandoned raises Abandoned in it.
+    `work` gets a function to report with. Only the caller receives the reports, on the caller's
+    thread; a report after the work was abandoned raises Abandoned in it.
     """
 
     def __init__(self, work: Callable[[Callable[[Report], None]], Made], name: str):
@@ -29,7 +29,7 @@ class WorkBeside(Generic[Report, Made]):
         self._pool = concurrent.futures.ThreadPoolExecutor(1, name)
         self._result = self._pool.submit(work, self._report)
 
-    def __enter__(self) -> WorkBeside[Report, Made]:
+    def __enter__(self) -> BackgroundTask[Report, Made]:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -37,12 +37,12 @@ class WorkBeside(Generic[Report, Made]):
         self._pool.shutdown(wait=True)
 
     def check(self) -> None:
-        """Raise what the work has raised so far."""
+        """Raise an error of the work, if it has one so far."""
         if self._result.done():
             self._result.result()
 
     def result(self, observe: Callable[[Report], None]) -> Made:
-        """Wait for the result; `observe` hears what is reported from now on."""
+        """Wait for the result; `observe` receives the reports from now on."""
         while not self._reports.empty():
             self._reports.get()
         self._result.add_done_callback(lambda _: self._reports.put(None))

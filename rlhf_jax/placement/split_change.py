@@ -1,9 +1,9 @@
-"""Move one leaf from a split to another over the same devices, in as few bytes as can be.
+"""Change the split of one leaf over the same devices, moving as few bytes as possible.
 
-Inside a program of one device a leaf is seen digit by digit (`grid`): each digit of a dimension is
-an axis, of length 1 where an axis of the grid has it. What a device needs no more, or has already,
-is cut for nothing; digits change axes in one exchange; digits that become whole are gathered last.
-So each device receives what it lacks of its new part, and nothing else.
+Inside a program of one device a leaf has an axis for each digit (`grid`) of a dimension, of length
+1 if an axis of the grid has it. Cutting unneeded data is free; digits change axes in one exchange;
+digits that become whole are gathered last. So each device receives exactly the missing entries of
+its new part.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Held = tuple[int | None, ...]
 
 
 class Swap(NamedTuple):
-    """Say that an axis gives up a digit, which becomes whole, while a whole digit is split."""
+    """Describe an axis that gives up a digit, which becomes whole, while another digit is split."""
 
     old: int
     new: int
@@ -34,7 +34,7 @@ class Swap(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Say how a leaf is recut: cut, then exchanged, then gathered."""
+    """Hold the steps of a split change: cut, exchange, gather."""
 
     # (digit, axis): a device keeps the value of its number along the axis
     cuts: tuple[tuple[int, int], ...]
@@ -46,12 +46,12 @@ class Steps(NamedTuple):
 
     @property
     def turns(self) -> bool:
-        """Say whether a digit goes from one axis to another."""
+        """Return whether a digit goes from one axis to another."""
         return self.senders != tuple(range(len(self.senders)))
 
 
-class Recut(NamedTuple):
-    """Say how one leaf is split over a grid before and after."""
+class SplitChange(NamedTuple):
+    """Describe the split of one leaf over a grid before and after."""
 
     # of the axes of the grid
     sizes: tuple[int, ...]
@@ -67,9 +67,9 @@ class Recut(NamedTuple):
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Return where each digit's axis is, of a leaf that is seen digit by digit."""
+        """Return the axis of each digit in a leaf with one axis per digit."""
         dimensions = enumerate(self.digits)
-        # behind its digits each dimension has an axis of what is never split
+        # after its digits each dimension has an axis for the part that is never split
         owners = [dimension for dimension, sizes in dimensions for _ in sizes]
         return tuple(digit + dimension for digit, dimension in enumerate(owners))
 
@@ -77,12 +77,12 @@ class Recut(NamedTuple):
     def steps(self) -> Steps:
         """Return the steps: digits that stay split go along paths of axes, and in circles.
 
-        A path begins at an axis that has no digit to receive from another, and ends at one whose
-        own no other receives; from end to begin goes what closes the circle.
+        A path begins at an axis that receives no digit from another, and ends at one whose own
+        digit no other receives; the end passes to the beginning to close the circle.
         """
         held = {axis: digit for digit, axis in enumerate(self.source) if axis is not None}
         wanted = {axis: digit for digit, axis in enumerate(self.target) if axis is not None}
-        # to which axis each axis gives a digit that stays split
+        # the axis to which each axis passes a digit that stays split
         ends = zip(self.source, self.target, strict=True)
         gives = {axis: end for axis, end in ends if axis is not None and end is not None}
         senders = [gives.get(axis, axis) for axis in range(len(self.sizes))]
@@ -105,9 +105,10 @@ class Recut(NamedTuple):
         return Steps(tuple(cuts), tuple(senders), tuple(swaps), tuple(gathers))
 
     def rounds(self) -> Iterator[tuple[tuple[int, ...], list[tuple[int, int]]]]:
-        """Return, for each round of an exchange, the offset of each swap, and who sends to whom.
+        """Return, for each round of an exchange, the offsets of swaps, and (sender, receiver)s.
 
-        A sender's number along the end of a path is its receiver's along the begin, and the offset.
+        A sender's number along the end of a path is its receiver's along the beginning, plus the
+        offset.
         """
         steps = self.steps
         numbers = np.indices(self.sizes).reshape(len(self.sizes), -1)
@@ -119,35 +120,35 @@ class Recut(NamedTuple):
             yield offsets, list(zip(origins, range(len(origins)), strict=True))
 
 
-def recut_local(x: jax.Array, recut: Recut, names: tuple[str, ...]) -> jax.Array:
-    """Return a device's part of a leaf after its recut, inside `shard_map`; names: of the grid.
+def change_split(x: jax.Array, change: SplitChange, names: tuple[str, ...]) -> jax.Array:
+    """Return a device's part of a leaf after a split change, inside `shard_map`.
 
-    x: its part before, digit by digit.
+    x: its part before, digit by digit. names: of the grid's axes.
     """
-    steps = recut.steps
+    steps = change.steps
     for digit, axis in steps.cuts:
         number = jax.lax.axis_index(names[axis])
-        x = jax.lax.dynamic_slice_in_dim(x, number, 1, recut.places[digit])
+        x = jax.lax.dynamic_slice_in_dim(x, number, 1, change.places[digit])
     if steps.turns:
-        x = _exchange(x, steps, recut, names)
+        x = _exchange(x, steps, change, names)
     elif steps.swaps:
-        x = _swap_all(x, steps, recut, names)
+        x = _swap_all(x, steps, change, names)
     if not steps.gathers:
         return x
     parts = jax.lax.all_gather(x, tuple(names[axis] for _, axis in steps.gathers))
-    sizes = [recut.radices[digit] for digit, _ in steps.gathers]
-    places = [recut.places[digit] for digit, _ in steps.gathers]
+    sizes = [change.radices[digit] for digit, _ in steps.gathers]
+    places = [change.places[digit] for digit, _ in steps.gathers]
     # the digits' own axes have length 1
     parts = parts.reshape(*sizes, *np.delete(x.shape, places).tolist())
     order = np.argsort(places)
     return jnp.moveaxis(parts, order.tolist(), np.sort(places).tolist())
 
 
-def _swap_all(x: jax.Array, steps: Steps, recut: Recut, names: tuple[str, ...]) -> jax.Array:
+def _swap_all(x: jax.Array, steps: Steps, change: SplitChange, names: tuple[str, ...]) -> jax.Array:
     """Swap digits of the same axes, all in one all-to-all."""
-    new = [recut.places[swap.new] for swap in steps.swaps]
-    old = [recut.places[swap.old] for swap in steps.swaps]
-    sizes = [recut.radices[swap.new] for swap in steps.swaps]
+    new = [change.places[swap.new] for swap in steps.swaps]
+    old = [change.places[swap.old] for swap in steps.swaps]
+    sizes = [change.radices[swap.new] for swap in steps.swaps]
     parts = jnp.moveaxis(x, new, range(len(new)))
     parts = parts.reshape(-1, *parts.shape[len(new) :])
     along = tuple(names[swap.first] for swap in steps.swaps)
@@ -157,49 +158,49 @@ def _swap_all(x: jax.Array, steps: Steps, recut: Recut, names: tuple[str, ...]) 
     for one, other in zip(new, old, strict=True):
         order[one] = other
         order[other] = one
-    # what now counts old digits goes where those belong
+    # the axes that now count old digits move to the old digits' places
     return jnp.moveaxis(parts, range(len(new)), new).transpose(order)
 
 
-def _exchange(x: jax.Array, steps: Steps, recut: Recut, names: tuple[str, ...]) -> jax.Array:
+def _exchange(x: jax.Array, steps: Steps, change: SplitChange, names: tuple[str, ...]) -> jax.Array:
     """Send digits from axis to axis, one round for each value of the digits that are swapped."""
     own = [jax.lax.axis_index(name) for name in names]
-    found: jax.Array | None = None
-    for offsets, pairs in recut.rounds():
+    result: jax.Array | None = None
+    for offsets, pairs in change.rounds():
         part = x
         for swap, offset in zip(steps.swaps, offsets, strict=True):
-            value = (own[swap.last] - offset) % recut.sizes[swap.last]
-            part = jax.lax.dynamic_slice_in_dim(part, value, 1, recut.places[swap.new])
+            value = (own[swap.last] - offset) % change.sizes[swap.last]
+            part = jax.lax.dynamic_slice_in_dim(part, value, 1, change.places[swap.new])
         part = jax.lax.ppermute(part, names, pairs)
         if not steps.swaps:
             return part
-        if found is None:
+        if result is None:
             shape = list(part.shape)
             for swap in steps.swaps:
-                shape[recut.places[swap.old]] = recut.sizes[swap.last]
-            found = jnp.zeros(shape, x.dtype)
+                shape[change.places[swap.old]] = change.sizes[swap.last]
+            result = jnp.zeros(shape, x.dtype)
         start = [jnp.zeros((), jnp.int32)] * x.ndim
         for swap, offset in zip(steps.swaps, offsets, strict=True):
-            value = (own[swap.first] + offset) % recut.sizes[swap.last]
-            start[recut.places[swap.old]] = value
-        found = jax.lax.dynamic_update_slice(found, part, start)
-    assert found is not None, "There is at least one round."
-    return found
+            value = (own[swap.first] + offset) % change.sizes[swap.last]
+            start[change.places[swap.old]] = value
+        result = jax.lax.dynamic_update_slice(result, part, start)
+    assert result is not None, "There is at least one round."
+    return result
 
 
-def received(recut: Recut, size: int) -> int:
-    """Count the entries that devices receive from others as a leaf of `size` entries is recut."""
-    steps = recut.steps
-    count = math.prod(recut.sizes)
-    held = [recut.radices[digit] for digit, axis in enumerate(recut.source) if axis is not None]
+def received(change: SplitChange, size: int) -> int:
+    """Count the entries received from other devices as a leaf of `size` entries is resplit."""
+    steps = change.steps
+    count = math.prod(change.sizes)
+    held = [change.radices[digit] for digit, axis in enumerate(change.source) if axis is not None]
     part = size // math.prod(held)
-    part //= math.prod(recut.radices[digit] for digit, _ in steps.cuts)
-    values = math.prod(recut.sizes[swap.last] for swap in steps.swaps)
-    found = 0
+    part //= math.prod(change.radices[digit] for digit, _ in steps.cuts)
+    values = math.prod(change.sizes[swap.last] for swap in steps.swaps)
+    entries = 0
     if steps.turns:
-        pairs = [pair for _, pairs in recut.rounds() for pair in pairs]
-        found += sum(origin != end for origin, end in pairs) * (part // values)
+        pairs = [pair for _, pairs in change.rounds() for pair in pairs]
+        entries += sum(origin != end for origin, end in pairs) * (part // values)
     else:
-        found += count * (part - part // values)
-    copies = math.prod(recut.radices[digit] for digit, _ in steps.gathers)
-    return found + count * part * (copies - 1)
+        entries += count * (part - part // values)
+    copies = math.prod(change.radices[digit] for digit, _ in steps.gathers)
+    return entries + count * part * (copies - 1)

@@ -1,4 +1,4 @@
-"""What a config describes, opened and checked: sources, prompts, devices; no weight is loaded."""
+"""Open and check all that a config names: sources, prompts, devices; no weight is loaded."""
 
 from __future__ import annotations
 
@@ -39,40 +39,40 @@ from rlhf_jax.runtime.checkpoint.folder import latest_document
 from rlhf_jax.runtime.extensions import load_named
 from rlhf_jax.runtime.files import find, is_remote
 from rlhf_jax.runtime.mirror import folder_of
-from rlhf_jax.setup import validation
+from rlhf_jax.setup import model_checks, validation
 from rlhf_jax.setup.calls import count_devices, place_calls
 from rlhf_jax.training.distill import student_config
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
-ENDS = "the tokens that end a text"  # as an identity names them; checkpoints of before have none
+ENDS = "the tokens that end a text"  # key in an identity; early checkpoints have none
 
 
 @dataclasses.dataclass(frozen=True)
-class Opened:
-    """Hold what a config describes, opened and checked; no weight is loaded."""
+class RunSpec:
+    """Hold the opened and checked parts of a config; no weight is loaded."""
 
     config: Config
     policy: Source
     drafter: Source | None
     # from which KL is measured: the policy's own where none is named
     reference: Source
-    # of which each critic is made: the policy's own where its trunk is taken
+    # initial model of each critic: the policy itself if its trunk is used
     critic: Source
     rewards: tuple[Source, ...]
     prompts: Prompts
     # how many of them each source has: data.train, then data.mixture's
     sizes: tuple[int, ...]
-    # of each prompt the samples that are given with it; none where the policy writes them
+    # by prompt, the given samples; none if the policy generates them
     given: list[list[Given]]
-    # of each held-out prompt likewise
+    # by held-out prompt, likewise
     held_out_given: list[list[Given]]
     held_out: Prompts | None
-    # which devices each call has, and the layouts that follow
+    # the devices of each call, and the layouts that follow
     plan: Plan
     layouts: CallLayouts
-    # why each kernel is what it is, by the kernel's name
+    # the reason for each kernel, by the kernel's name
     kernel_reasons: dict[str, str]
-    # whether the backward pass computes layers again, and why
+    # whether the backward pass recomputes layers, and why
     remat: bool
     remat_reason: str
 
@@ -93,15 +93,15 @@ class Opened:
 
     @property
     def workdir(self) -> Path:
-        """Return the folder in which all of the run lives; of a URL its copy on this machine."""
+        """Return the folder of the run; for a URL its copy on this machine."""
         return folder_of(self.config.workdir)
 
 
 def date_of_run(config: Config) -> str:
-    """Return the day that chat templates are told, YYYY-MM-DD: a run that goes on keeps its own.
+    """Return the day for chat templates, YYYY-MM-DD; a resumed run keeps its own.
 
     It is the config's, else that of the run's latest checkpoint, else today: a run that was ended
-    before its first checkpoint has nothing to go on from.
+    before its first checkpoint has nothing to resume from.
     """
     if config.data.date:
         return config.data.date
@@ -109,10 +109,10 @@ def date_of_run(config: Config) -> str:
     return saved.get("data.date") or datetime.date.today().isoformat()
 
 
-def prepare(config: Config) -> Opened:
-    """Open what the config names.
+def prepare(config: Config) -> RunSpec:
+    """Open everything that the config names.
 
-    Raises ValueError or OSError, in one sentence, for the first thing that is wrong.
+    Raises ValueError or OSError, in one sentence, for the first problem.
     """
     require_texts(config)
     config = settled(config)
@@ -126,15 +126,15 @@ def prepare(config: Config) -> Opened:
     drafter = open_source(config.drafter.path) if drafts and config.drafter.path else None
     rewards = tuple(_open_dated(path, config) for path in derived.reward_models(config))
     sources = (config.data.train, *config.data.mixture)
-    found = [_read_samples(config, policy, source, "train") for source in sources]
-    prompts = functools.reduce(operator.add, (own for own, _ in found))
-    given = [samples for _, own in found for samples in own]
+    parts = [_read_samples(config, policy, source, "train") for source in sources]
+    prompts = functools.reduce(operator.add, (own for own, _ in parts))
+    given = [samples for _, own in parts for samples in own]
     held_out = None
     held_out_given = []
     if config.evaluation.every:
         held_out, held_out_given = _read_samples(config, policy, config.data.eval, "eval")
 
-    opened = Opened(
+    spec = RunSpec(
         config=config,
         policy=policy,
         drafter=drafter,
@@ -142,7 +142,7 @@ def prepare(config: Config) -> Opened:
         critic=open_source(config.critic.path) if config.critic.path else policy,
         rewards=rewards,
         prompts=prompts,
-        sizes=tuple(len(own) for own, _ in found),
+        sizes=tuple(len(own) for own, _ in parts),
         given=given,
         held_out=held_out,
         held_out_given=held_out_given,
@@ -152,36 +152,36 @@ def prepare(config: Config) -> Opened:
         remat=True,
         remat_reason="",
     )
-    for prompts in (opened.prompts, opened.held_out):
+    for prompts in (spec.prompts, spec.held_out):
         if prompts is not None:
             check_columns(signatures, prompts.rows)
-    validation.validate_models(config, opened.models)
-    validation.validate_student(config, policy.config, drafter and drafter.config)
-    return _placed(opened)
+    model_checks.check_models(config, spec.models)
+    model_checks.check_student(config, policy.config, drafter and drafter.config)
+    return _placed(spec)
 
 
-def _placed(opened: Opened) -> Opened:
-    """Place the calls of a run on its devices, and settle whether layers are computed again."""
-    config = opened.config
+def _placed(spec: RunSpec) -> RunSpec:
+    """Place the calls of a run on its devices, and decide whether layers are recomputed."""
+    config = spec.config
     devices = jax.devices()
     slices = [getattr(device, "slice_index", 0) for device in devices]
     in_slice = slices.count(slices[0])
-    plan, reasons = place_calls(config, opened.models, devices[0], len(devices), in_slice)
+    plan, reasons = place_calls(config, spec.models, devices[0], len(devices), in_slice)
     layouts = plan.layouts(devices)
     limit = estimate.memory_for_remat(config, jax.local_devices()[0])
-    without = estimate.fullest(config, opened.models, plan, layouts, remat=False)
+    without = estimate.fullest(config, spec.models, plan, layouts, remat=False)
     remat, reason = estimate.settle_remat(config, without, limit)
-    opened = dataclasses.replace(
-        opened, plan=plan, layouts=layouts, kernel_reasons=reasons, remat=remat, remat_reason=reason
+    spec = dataclasses.replace(
+        spec, plan=plan, layouts=layouts, kernel_reasons=reasons, remat=remat, remat_reason=reason
     )
     if distributed.leads():
-        for sentence in _doubts(opened):
+        for sentence in _model_warnings(spec):
             warnings.warn(sentence, stacklevel=1)
-    return opened
+    return spec
 
 
 def _open_dated(path: str, config: Config) -> Source:
-    """Open a model whose chat template is told the day of the config, where that has one."""
+    """Open a model whose chat template uses the config's day, if that is set."""
     source = open_source(path)
     if not config.data.date:
         return source
@@ -192,7 +192,7 @@ def _open_dated(path: str, config: Config) -> Source:
 def _read_samples(
     config: Config, policy: Source, source: str, key: str
 ) -> tuple[Prompts, list[list[Given]]]:
-    """Read the prompts of a source of data.train or data.eval, and samples given with them."""
+    """Read the prompts of a source of data.train or data.eval, and the samples given with them."""
     return read_given(
         _read_prompts(config, policy, source, key),
         algorithm_of(config).given,
@@ -206,7 +206,7 @@ def _read_samples(
 
 
 def _read_prompts(config: Config, policy: Source, source: str, key: str) -> Prompts:
-    """Read the prompts of a source of `data.train` or `data.eval`, as the policy's tokens."""
+    """Read the prompts of a source of `data.train` or `data.eval`, in the policy's tokens."""
     data = config.data
     left_out: list[str] = []
     rows = read(
@@ -239,10 +239,10 @@ def _read_prompts(config: Config, policy: Source, source: str, key: str) -> Prom
     )
 
 
-def _doubts(opened: Opened) -> Iterator[str]:
-    """Say what a run does that hardly is meant: waits for networks, idles, or never ends a text."""
-    config = opened.config
-    layouts = opened.layouts
+def _model_warnings(spec: RunSpec) -> Iterator[str]:
+    """Yield warnings about likely mistakes: network waits, idle devices, texts that never end."""
+    config = spec.config
+    layouts = spec.layouts
     if layout := layouts.get("generation"):
         sharing = len(layout.owners)
         across = sharing // layout.slices
@@ -252,44 +252,44 @@ def _doubts(opened: Opened) -> Iterator[str]:
                 f" waits for the network between them; mesh.slices={sharing} keeps it within one."
             )
     yield from bubble_warnings(
-        PlannedRun(config, opened.models, training_layout(layouts), opened.remat, layouts)
+        PlannedRun(config, spec.models, training_layout(layouts), spec.remat, layouts)
     )
-    source = opened.policy
+    source = spec.policy
     stops = bool(config.generation.stop_strings)
-    if said := source.ends.warning(source.path, has_stop_strings=stops):
-        yield said
+    if warning := source.ends.warning(source.path, has_stop_strings=stops):
+        yield warning
 
 
-def identity(opened: Opened) -> dict[str, Any]:
-    """Return what a checkpoint must share with the run that goes on from it, by name."""
-    # First what another difference may come of: templates that print the day make other prompts.
-    found: dict[str, Any] = {"data.date": opened.config.data.date}
-    critic = opened.critic if derived.critics(opened.config) else None
-    for name, model in (("policy", opened.policy), ("critic", critic)):
+def identity(spec: RunSpec) -> dict[str, Any]:
+    """Return the facts, by name, that a checkpoint must share with a run that resumes from it."""
+    # The date first, as it may cause other differences: templates that print it change prompts.
+    facts: dict[str, Any] = {"data.date": spec.config.data.date}
+    critic = spec.critic if derived.critics(spec.config) else None
+    for name, model in (("policy", spec.policy), ("critic", critic)):
         shape = dataclasses.asdict(model.config) if model else {}
-        found |= {f"the {name}'s {field}": value for field, value in shape.items()}
+        facts |= {f"the {name}'s {field}": value for field, value in shape.items()}
 
-    found[ENDS] = list(opened.policy.stop_tokens)
-    loaded = {"policy": opened.policy, "critic": critic}
-    loaded |= {"reference": opened.reference} if opened.config.kl.reference else {}
-    loaded |= dict(zip(derived.reward_models(opened.config), opened.rewards, strict=True))
-    found |= {f"the weights of the {name}": digest(one) for name, one in loaded.items() if one}
+    facts[ENDS] = list(spec.policy.stop_tokens)
+    loaded = {"policy": spec.policy, "critic": critic}
+    loaded |= {"reference": spec.reference} if spec.config.kl.reference else {}
+    loaded |= dict(zip(derived.reward_models(spec.config), spec.rewards, strict=True))
+    facts |= {f"the weights of the {name}": digest(one) for name, one in loaded.items() if one}
 
-    for name, prompts in (("data.train", opened.prompts), ("data.eval", opened.held_out)):
+    for name, prompts in (("data.train", spec.prompts), ("data.eval", spec.held_out)):
         if prompts:
             tokens = b"".join(np.append(tokens, -1).tobytes() for tokens in prompts.tokens)
             rows = json.dumps(prompts.rows, sort_keys=True, default=repr).encode()
-            found[f"the prompts of {name}"] = hashlib.sha256(tokens + rows).hexdigest()[:16]
-    return found | binding_settings(opened.config)
+            facts[f"the prompts of {name}"] = hashlib.sha256(tokens + rows).hexdigest()[:16]
+    return facts | binding_settings(spec.config)
 
 
-def check_alike(opened: Opened) -> None:
-    """Raise ValueError where a process was given another config, model or data than the leader."""
+def check_alike(spec: RunSpec) -> None:
+    """Raise ValueError if a process has another config, model or data than the leader."""
     if not distributed.started():
         return
-    found = distributed.gather(identity(opened) | flat(opened.config))
-    for rank, other in enumerate(found):
-        for key, value in found[0].items():
+    identities = distributed.gather(identity(spec) | flat(spec.config))
+    for rank, other in enumerate(identities):
+        for key, value in identities[0].items():
             if other.get(key) != value:
                 raise ValueError(
                     f"{key} is {other.get(key)!r} on rank {rank} and {value!r} on rank 0: give all"
@@ -298,9 +298,9 @@ def check_alike(opened: Opened) -> None:
 
 
 def register_own(config: Config) -> None:
-    """Register the drafters and families that a config names by FILE.py:NAME; again is no harm."""
-    for spec in config.generation.drafters:
-        found = load_named(spec, "generation.drafters")
-        register_drafter(found() if isinstance(found, type) else found)
-    for spec in config.model.families:
-        register_family(load_named(spec, "model.families"))
+    """Register the drafters and families that a config names by FILE.py:NAME; repeating is safe."""
+    for name in config.generation.drafters:
+        drafter = load_named(name, "generation.drafters")
+        register_drafter(drafter() if isinstance(drafter, type) else drafter)
+    for name in config.model.families:
+        register_family(load_named(name, "model.families"))

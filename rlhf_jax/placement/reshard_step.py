@@ -1,6 +1,6 @@
-"""Say what programs do with one leaf, and over which devices it lies.
+"""Describe one reshard step of a leaf, and its placing over devices.
 
-All is counted in numbers of devices, so it may be planned for devices that are not here.
+Everything is in numbers of devices, so it may be planned for absent devices.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from rlhf_jax.placement.grid import (
     over_grid,
     spread,
 )
-from rlhf_jax.placement.recut import Recut
+from rlhf_jax.placement.split_change import SplitChange
 
 
 class Placing(NamedTuple):
-    """Say which devices hold a leaf, and how it is split over them."""
+    """Hold the devices of a leaf, and its split over them."""
 
     # by their ids, in the order of their mesh
     devices: tuple[int, ...]
@@ -42,20 +42,20 @@ class Placing(NamedTuple):
 
     @property
     def on_grid(self) -> Placing:
-        """Return the same placing on a mesh of axes of prime sizes."""
+        """Return the same placing on a mesh with axes of prime sizes."""
         grid = common_grid(self.sizes, self.sizes, tuple(range(len(self.devices))))
         assert grid is not None, "A mesh has a grid in common with itself."
         return Placing(self.devices, grid.sizes, over_grid(self.split, grid.source))
 
     def first_along(self, axes: Collection[int]) -> Placing:
-        """Return the placing on those devices that are the first along some axes of the mesh."""
+        """Return the placing on the devices that are first along some axes of the mesh."""
         devices = np.reshape(self.devices, self.sizes)
         for axis in axes:
             devices = devices.take([0], axis)
         return Placing(tuple(devices.ravel().tolist()), devices.shape, self.split)
 
     def blocks(self, counts: tuple[int, ...]) -> list[list[int]]:
-        """Return the numbers of each device's blocks, of so many of equal size by dimension."""
+        """Return the numbers of each device's blocks, for `counts` equal blocks by dimension."""
         numbers = np.arange(math.prod(counts)).reshape(counts)
         return [
             numbers[tuple(slice(start, end) for start, end in bounds)].ravel().tolist()
@@ -63,7 +63,7 @@ class Placing(NamedTuple):
         ]
 
     def bounds(self, shape: tuple[int, ...]) -> list[list[tuple[int, int]]]:
-        """Return where the part of each device begins and ends in each dimension."""
+        """Return the bounds of each device's part in each dimension."""
         numbers = np.indices(self.sizes).reshape(len(self.sizes), len(self.devices))
         columns = []
         for size, axes, parts in zip(shape, self.split, self.parts, strict=True):
@@ -75,79 +75,80 @@ class Placing(NamedTuple):
         return [[column[device] for column in columns] for device in range(len(self.devices))]
 
 
-class Leg(NamedTuple):
-    """Say what one program does with one leaf, all of it on the same devices."""
+class ReshardStep(NamedTuple):
+    """Describe one program's work on one leaf, all on the same devices."""
 
     shape: tuple[int, ...]
     # ids of the devices, in the order of the grid
     devices: tuple[int, ...]
-    # one after another: two where dimensions are split into parts that do not fit each other
-    recuts: tuple[Recut, ...]
-    # how many pieces of a part come in, or go out, by dimension; None: the leaf is one array
+    # one after another: two if dimensions are split into parts that do not fit each other
+    changes: tuple[SplitChange, ...]
+    # the number of pieces of a part that come in, or go out, by dimension; None: the leaf is one
+    # array
     enters: tuple[int, ...] | None = None
     leaves: tuple[int, ...] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """Return names of the axes of the grid."""
-        return tuple(f"axis_{number}" for number in range(len(self.recuts[0].sizes)))
+        return tuple(f"axis_{number}" for number in range(len(self.changes[0].sizes)))
 
     def part_shape(self, *, outgoing: bool = False) -> tuple[int, ...]:
-        """Return the shape of one device's part, or of one piece of it, before or after the leg."""
-        recut = self.recuts[-1 if outgoing else 0]
-        held = recut.target if outgoing else recut.source
+        """Return the shape of a device's part, or of one piece of it, before or after the step."""
+        change = self.changes[-1 if outgoing else 0]
+        held = change.target if outgoing else change.source
         pieces = (self.leaves if outgoing else self.enters) or (1,) * len(self.shape)
         split = iter(axis is not None for axis in held)
         shape = []
-        for size, sizes, count in zip(self.shape, recut.digits, pieces, strict=True):
+        for size, sizes, count in zip(self.shape, change.digits, pieces, strict=True):
             parts = math.prod(radix for radix in sizes if next(split))
             shape.append(size // (parts * count))
         return tuple(shape)
 
     def entries(self, *, outgoing: bool = False) -> int:
-        """Return the entries of one device's part before or after the leg, in all its pieces."""
+        """Return the entries of one device's part before or after the step, in all its pieces."""
         pieces = (self.leaves if outgoing else self.enters) or ()
         return math.prod((*self.part_shape(outgoing=outgoing), *pieces))
 
-    def view(self, recut: Recut) -> tuple[int, ...]:
+    def view(self, change: SplitChange) -> tuple[int, ...]:
         """Return the shape of a device's part with an axis for each digit, of length 1 if split.
 
-        Behind its digits each dimension has an axis of what is never split.
+        After its digits each dimension has an axis for the part that is never split.
         """
-        held = iter(recut.source)
+        held = iter(change.source)
         view = []
-        for size, sizes in zip(self.shape, recut.digits, strict=True):
+        for size, sizes in zip(self.shape, change.digits, strict=True):
             view += [radix if next(held) is None else 1 for radix in sizes]
             view.append(size // math.prod(sizes))
         return tuple(view)
 
     def spec(self, *, stacked: bool = False, outgoing: bool = False) -> PartitionSpec:
-        """Return how the arrays of the leaf are split over the mesh of the grid."""
+        """Return the split of the leaf's arrays over the mesh of the grid."""
         if (self.leaves if outgoing else self.enters) is not None:
             return PartitionSpec(self.names)
-        recut = self.recuts[-1 if outgoing else 0]
-        held = iter(recut.target if outgoing else recut.source)
+        change = self.changes[-1 if outgoing else 0]
+        held = iter(change.target if outgoing else change.source)
         split = []
-        for sizes in recut.digits:
+        for sizes in change.digits:
             own = [next(held) for _ in sizes]
             split.append(tuple(self.names[axis] for axis in own if axis is not None))
         return PartitionSpec(*([None] if stacked else []), *split)
 
 
-def recuts_between(
+def split_changes(
     shape: tuple[int, ...], before: Split, after: Split, sizes: tuple[int, ...]
-) -> tuple[Recut, ...]:
-    """Return how to come from a split to another over a grid."""
+) -> tuple[SplitChange, ...]:
+    """Return the changes from one split to another over a grid."""
     axes = range(len(sizes))
     splits = [before, after]
     if digits_of(splits, sizes) is None:
-        # parts of 1/2 and of 1/3, for example: with neither in between
+        # parts of 1/2 and of 1/3, for example: a split in between that agrees with both
         agreed = agreed_part(before, after, sizes, axes)
         splits.insert(1, spread(shape, agreed, splits, sizes=sizes, axes=axes))
-    found = []
+    changes = []
     for pair in itertools.pairwise(splits):
         digits = digits_of(pair, sizes)
         assert digits is not None, "A split in between agrees with both."
         held = (axis_of_digits(split, digits) for split in pair)
-        found.append(Recut(sizes, digits, *held))
-    return tuple(found)
+        changes.append(SplitChange(sizes, digits, *held))
+    return tuple(changes)
