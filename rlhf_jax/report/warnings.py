@@ -25,6 +25,9 @@ FEWEST_STEPS = 3  # of a run that should have learned something
 HARDLY = 0.05  # nats of a response, below which a policy has hardly moved
 CERTAIN = 2.0  # least standard errors of a rising reward
 SATURATED = 0.02  # of the reward's range
+FEW_PAIRS = 0.25  # share of steps without a pair
+# Factor by which the sides of pairs may differ, by what is measured of them.
+UNLIKE_SIDES = {"tokens": 1.25, "temperature": 1.05}
 FALLEN = 0.02  # of a held-out measure
 RISEN = 1.02  # times its minimum, from which a held-out loss is reported
 # Options that affect a policy's loss only through the ratio of probabilities, and their defaults.
@@ -149,6 +152,25 @@ def _overfitted(run: RunRecord) -> Iterator[str]:
                 f"Held-out {key.removeprefix('eval/')} is {reading(line.values[-1])}, and was"
                 f" {reading(line.values[best])} after {int(line.steps[best])} updates: the rows are"
                 " learned by heart; end there, or give more of them."
+            )
+
+
+def _pairs(run: RunRecord) -> Iterator[str]:
+    """Yield warnings of pairs of own answers that are missing, or differ in more than reward."""
+    pairs = series(run.metrics, "preference/pairs").values
+    if len(pairs) and (pairs == 0).mean() > FEW_PAIRS:
+        yield (
+            f"{share((pairs == 0).sum(), len(pairs))} of the steps had no two answers of different"
+            " reward to a prompt, and trained nothing: look whether the reward differs at all, then"
+            " raise generation.samples_per_prompt or the temperature."
+        )
+    for name, most in UNLIKE_SIDES.items():
+        sides = [_recent(run, f"{side}/{name}") for side in ("chosen", "rejected")]
+        if min(sides) > 0 and max(sides) > most * min(sides):
+            yield (
+                f"Chosen and rejected answers differ in {name}: {reading(sides[0])} and"
+                f" {reading(sides[1])} on average; the policy learns that, too. See"
+                " algorithm.length_penalty and algorithm.across_temperatures."
             )
 
 
@@ -279,6 +301,7 @@ CHECKS: tuple[Callable[[RunRecord], Iterator[str]], ...] = (
     _learning,
     _falling,
     _overfitted,
+    _pairs,
     _alike,
     _cut_off,
     _saturated,

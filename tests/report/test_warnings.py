@@ -170,3 +170,27 @@ def test_a_held_out_loss_that_rises_is_told(tmp_path, last, told):
     found = [one for one in warnings(read_run(tmp_path)) if "Held-out" in one]
     sentence = "Held-out loss/policy is 2.00, and was 1.20 after 4 updates: the rows are learned by"
     assert [one.startswith(sentence) for one in found] == [True] * told
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({}, []),
+        (
+            {"rejected/tokens": 30.0},
+            ["Chosen and rejected answers differ in tokens: 20.0 and 30.0"],
+        ),
+        ({"chosen/temperature": 0.7}, ["Chosen and rejected answers differ in temperature: 0.700"]),
+        ({"preference/pairs": 0.0}, ["100% of the steps had no two answers of different reward"]),
+    ],
+)
+def test_pairs_that_teach_something_else_are_told(tmp_path, changed, words):
+    sides = {"tokens": 20.0, "temperature": 1.0}
+    row = {f"{side}/{name}": x for name, x in sides.items() for side in ("chosen", "rejected")}
+    row |= {"preference/pairs": 8.0} | changed
+    lines = "".join(json.dumps({"step": step, **row}) + "\n" for step in range(4))
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    found = [one for one in warnings(read_run(tmp_path)) if "answers" in one]
+    assert len(found) == len(words)
+    assert all(one.startswith(start) for one, start in zip(found, words, strict=True))
