@@ -212,7 +212,7 @@ def test_words_of_others_are_ignored_with_a_sentence():
         "late": "not signed with this run's key",
         "by another": "not signed with this run's key",
         "elsewhere": "not signed with this run's key",
-        "replaced": "an old word that was laid again",
+        "replaced": "an old message that was published again",
     }.items():
         said = f"What lies at the coordination service as {name!r} is ignored: it is {why}."
         assert errors[0].count(said) == 1, errors[0]
