@@ -51,7 +51,7 @@ def test_an_old_word_that_is_laid_again_is_refused():
     sender, reader = Signer(RUN, 1), Signer(RUN, 0)
     old, new = sender.sign("name", b"old"), sender.sign("name", b"new")
     assert reader.check("name", old) == b"old" and reader.check("name", new) == b"new"
-    with pytest.raises(ForgedWord, match="old word"):
+    with pytest.raises(ForgedWord, match="old message"):
         reader.check("name", old)
     assert reader.check("name", new) == b"new"
     assert reader.check("name", Signer(RUN, 2).sign("name", b"its first")) == b"its first"
