@@ -56,38 +56,46 @@ def ranked_pairs(batch: Sequences, config: Config) -> tuple[Sequences, dict[str,
     A pair is a group of its own. Answers of equal reward make none, nor does one without a reward.
     """
     options = config.algorithm
-    count = config.generation.samples_per_prompt
-    parts = 1 if options.across_temperatures else len(options.temperatures) or 1
+    # answers among which a pair is chosen: those of a prompt, or of a prompt and temperature
+    size = config.generation.samples_per_prompt
+    if not options.across_temperatures:
+        size //= len(options.temperatures) or 1
     mask = np.asarray(batch.mask)
-    tokens = mask.sum(axis=1)
-    ranks = np.asarray(batch.columns["rewards"]) - options.length_penalty * tokens
+    ranks = np.asarray(batch.columns["rewards"]) - options.length_penalty * mask.sum(axis=1)
+    random = np.random.default_rng((config.seed, int(batch.columns["sample_ids"][0])))
+    pairs = np.array([*_pairs(ranks.reshape(-1, size), options.pair, random)], int).reshape(-1, 2)
     preference = np.zeros(len(ranks), np.float32)
-    random = np.random.default_rng((config.seed, *np.asarray(batch.columns["sample_ids"])[:1]))
-    pairs = np.array([*_pairs(ranks.reshape(-1, count // parts), options.pair, random)], int)
-    chosen, rejected = pairs.reshape(-1, 2).T
-    preference[chosen] = 1.0
-    preference[rejected] = -1.0
-    group = np.arange(len(ranks), dtype=np.int32) // (count // parts)
-    columns = {name: column for name, column in batch.columns.items() if name != "sampled_logprobs"}
-    if options.reference == "previous" and "logprobs" in columns:
+    preference[pairs[:, 0]] = 1.0
+    preference[pairs[:, 1]] = -1.0
+
+    columns = dict(batch.columns)
+    del columns["sampled_logprobs"]  # at other temperatures than the loss reads
+    if "logprobs" in columns:  # of the policy before the step
         columns["reference_logprobs"] = columns.pop("logprobs")
-    batch = dataclasses.replace(
-        batch, mask=mask & (preference != 0)[:, None], group=group, columns=columns
+    paired = dataclasses.replace(
+        batch,
+        mask=mask & (preference != 0)[:, None],
+        group=np.arange(len(ranks), dtype=np.int32) // size,
+        columns=columns,
     )
-    metrics = {"preference/pairs": float(len(chosen))}
-    if len(chosen):
-        warmth = np.tile(
-            np.repeat(
-                options.temperatures or (config.generation.temperature,),
-                count // (len(options.temperatures) or 1),
-            ),
-            len(ranks) // count,
-        )
-        for name, side in (("chosen", chosen), ("rejected", rejected)):
-            metrics[f"{name}/tokens"] = float(tokens[side].mean())
-            metrics[f"{name}/temperature"] = float(warmth[side].mean())
-            metrics[f"{name}/reward"] = float(np.asarray(batch.columns["rewards"])[side].mean())
-    return batch.with_columns(preference=preference), metrics
+    return paired.with_columns(preference=preference), _measured(batch, pairs, config)
+
+
+def _measured(batch: Sequences, pairs: np.ndarray, config: Config) -> dict[str, float]:
+    """Count pairs [N, 2] of chosen and rejected samples, and compare their sides."""
+    metrics = {"preference/pairs": float(len(pairs))}
+    count = config.generation.samples_per_prompt
+    of_prompt = temperatures(config) or (config.generation.temperature,) * count
+    numbers = {
+        "tokens": np.asarray(batch.mask).sum(axis=1),
+        "temperature": np.tile(of_prompt, len(batch.mask) // count),
+        "reward": np.asarray(batch.columns["rewards"]),
+    }
+    for name, values in numbers.items():
+        if len(pairs):
+            chosen, rejected = values[pairs].mean(axis=0)
+            metrics |= {f"chosen/{name}": float(chosen), f"rejected/{name}": float(rejected)}
+    return metrics
 
 
 def _pairs(

@@ -33,6 +33,7 @@ def batch_of(*rewards: float) -> Sequences:
         rewards=np.array(rewards, np.float32),
         ended=np.ones(count, bool),
         sample_ids=np.arange(count, dtype=np.uint32),
+        sampled_logprobs=np.zeros(mask.shape, np.float32),
     )
 
 
