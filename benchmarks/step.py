@@ -88,7 +88,7 @@ REWARD = (
 
 
 def main() -> None:
-    """Measure each case that is options for."""
+    """Measure each requested case."""
     options = arguments()
     cases = PAIRS if options.algorithm == "dpo" else CASES
     for name in [options.case] if options.case else cases:
@@ -142,6 +142,8 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--peer", default=[], action="append", type=_peer, help="name=/its/python")
     options = parser.parse_args()
+    if options.case and options.case not in (PAIRS if options.algorithm == "dpo" else CASES):
+        parser.error(f"{options.case} is no case of {options.algorithm}.")
     if options.algorithm == "ppo" and "trl" in dict(options.peer):
         parser.error("TRL has no trainer for PPO; leave --peer trl out.")
     return options

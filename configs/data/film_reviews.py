@@ -67,7 +67,8 @@ def shuffled(items: list[T], seed: int) -> list[T]:
 @functools.cache
 def parts() -> Parts:
     """Divide the sentences among the purposes, in an order that never changes."""
-    sentences = [one for one in reviews("rotten_tomatoes") if 5 <= len(one.text.split()) <= LONGEST]
+    by_text = {one.text: one for one in reviews("rotten_tomatoes")}  # some stand there twice
+    sentences = [one for one in by_text.values() if 5 <= len(one.text.split()) <= LONGEST]
     waiting: dict[tuple[str, bool], list[Review]] = collections.defaultdict(list)
     pairs: list[tuple[Review, Review]] = []
     rest: list[Review] = []

@@ -54,7 +54,10 @@ class GRPOOptions:
         0.0,
         "share of a step's prompts that are not trained on: those whose samples were drawn with the"
         " most certainty, as 0.3 (ESRL)",
-        require_share,
+        lambda config, key: require(
+            0 <= config.algorithm.drop_ratio < 1,
+            f"{key} is {config.algorithm.drop_ratio}; it must lie in 0 .. 1, below 1.",
+        ),
     )
 
 
@@ -171,7 +174,7 @@ def without_confident(batch: Sequences, config: Config) -> tuple[Sequences, dict
     mask = np.asarray(batch.mask)
     certainty = np.where(mask, np.exp(drawn), 0.0).sum(axis=1) / np.maximum(mask.sum(axis=1), 1)
     by_prompt = certainty.reshape(-1, config.generation.samples_per_prompt).mean(axis=1)
-    dropped = math.floor(config.algorithm.drop_ratio * len(by_prompt))
+    dropped = math.floor(config.algorithm.drop_ratio * len(by_prompt) + 1e-9)
     kept = np.ones(len(by_prompt), bool)
     kept[np.argsort(-by_prompt, kind="stable")[:dropped]] = False
     mask = mask & np.repeat(kept, config.generation.samples_per_prompt)[:, None]

@@ -43,7 +43,7 @@ def check(config: Config) -> None:
 
 ON_POLICY_DISTILL = Algorithm(
     title="on-policy distillation",
-    losses={"policy": TokenLoss(reverse_kl, reads=("reference_logprobs",))},
+    losses={"policy": TokenLoss(reverse_kl, reads=("reference_logprobs", "top_k_ids"))},
     scores=("reference",),
     check=check,
     rewarded=False,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -40,7 +41,7 @@ class OnlineDPOOptions(dpo.DPOOptions):
         "pair answers of different temperatures, too; such pairs teach to be cooler and shorter",
     )
     length_penalty: float = option(
-        0.0, "subtracted from a reward for each token, as 0.001 a character", require_not_negative
+        0.0, "subtracted from an answer's rank for each of its tokens", require_not_negative
     )
     reference: str = option(
         "sft",
@@ -132,7 +133,7 @@ def check(config: Config) -> None:
     dpo.check(config)
     own = config.algorithm.temperatures
     require(
-        all(isinstance(warm, int | float) and warm > 0 for warm in own),
+        all(isinstance(warm, int | float) and 0 < warm < math.inf for warm in own),
         f"algorithm.temperatures is {tuple(own)}; temperatures must be numbers above 0.",
     )
     parts = len(own) or 1
@@ -157,7 +158,9 @@ def check(config: Config) -> None:
 
 ONLINE_DPO = Algorithm(
     title=lambda config: f"online {dpo.title(config)}",
-    losses={"policy": GroupLoss(dpo.preferred, reads=("reference_logprobs", "preference"))},
+    losses={
+        "policy": GroupLoss(dpo.preferred, reads=("reference_logprobs", "preference", "top_k_ids"))
+    },
     scores=scores,
     prepare=ranked_pairs,
     options=OnlineDPOOptions,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.config.algorithms import Algorithm
+from rlhf_jax.config.checks import require
 from rlhf_jax.config.schema import Config
 from rlhf_jax.data.comparisons import LETTERS, compare
 from rlhf_jax.data.given import contents
@@ -72,11 +73,21 @@ def rate_by_comparisons(weights: int) -> float:
     return float(f"{min(1e-4, 5e-6 * (8e9 / weights) ** 0.75):.1e}")
 
 
+def check(config: Config) -> None:
+    """Raise ValueError where comparisons would be rendered otherwise than rewards render them."""
+    for key in ("system", "template_arguments"):
+        require(
+            not config.data[key],
+            f"data.{key} is set, but a preference model reads comparisons without it; clear it.",
+        )
+
+
 PREFERENCE_MODEL = Algorithm(
     title="a preference model",
     losses={"policy": GroupLoss(named_letter, reads=("preference",))},
     prepare=letters_alone,
     given=PAIR,
     rewrite=as_comparison,
+    check=check,
     learning_rate=rate_by_comparisons,
 )

@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import json
 import pathlib
+import re
 import runpy
 import signal
 import subprocess
@@ -30,6 +31,7 @@ from rlhf_jax.config.schema import Config, flat
 from rlhf_jax.report.workflow import RECORD, write_workflow
 from rlhf_jax.runtime.extensions import is_of_file
 from rlhf_jax.runtime.files import find, is_remote, write_atomically
+from rlhf_jax.runtime.foreign import one_line
 
 
 class StageRun(NamedTuple):
@@ -65,10 +67,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("config", nargs="?", default="workflow", metavar="CONFIG")
     parser.add_argument("--workdir", help="of the workflow; runs/CONFIG without it", metavar="DIR")
     asked, changes = parser.parse_known_args(argv[1:])
-    workdir = pathlib.Path(asked.workdir or f"runs/{pathlib.PurePath(asked.config).stem}")
+    place = asked.workdir or f"runs/{pathlib.PurePath(asked.config).stem}"
+    if is_remote(place):
+        raise ValueError(f"--workdir is {place}; a workflow lives in a folder of this machine.")
+    workdir = pathlib.Path(place).expanduser()
     stages = read_stages(asked.config, workdir, changes)
-    for stage in stages:
-        if code := take(stage, f"{stages.index(stage) + 1} of {len(stages)}"):
+    for number, stage in enumerate(stages, start=1):
+        if code := take(stage, f"{number} of {len(stages)}"):
             return code
     print(f"The report of the workflow is {write_workflow(workdir, [s.name for s in stages])}.")
     return 0
@@ -83,9 +88,7 @@ def read_stages(spec: str, workdir: pathlib.Path, changes: Sequence[str]) -> lis
     path = find(spec if spec.endswith(".py") else f"configs/{spec}.py")
     if not path.is_file():
         raise FileNotFoundError(f"There is no config file {spec}; give a file with STAGES.")
-    names = runpy.run_path(str(path)).get("STAGES")
-    if not names:
-        raise ValueError(f"{path} names no STAGES; rlhf-jax train does a single run.")
+    names = _names(path)
     known = ("config", *names)
     for change in changes:
         if change[2:].partition(".")[0] not in known or not change.startswith("--"):
@@ -106,9 +109,34 @@ def read_stages(spec: str, workdir: pathlib.Path, changes: Sequence[str]) -> lis
                 f"The stage {name!r} of {path} lives in {config.workdir}; get_config() must put it"
                 f" in the folder that it is given, {place}."
             )
+        if config.dry_run:
+            raise ValueError(
+                f"dry_run is set; check a stage by rlhf-jax train {' '.join(words)}, whose earlier"
+                " stages are done."
+            )
         stages.append(StageRun(name, place, config, words))
     _check_order(stages, workdir)
     return stages
+
+
+def _names(path: pathlib.Path) -> tuple[str, ...]:
+    """Return the names of the stages of a config file; ValueError where there are none."""
+    try:
+        names = runpy.run_path(str(path)).get("STAGES")
+    except (Exception, SystemExit) as error:  # a config file is Python and may raise anything
+        raise ValueError(f"{path} fails: {type(error).__name__}: {one_line(error)}.") from error
+    if names is None:
+        raise ValueError(f"{path} names no STAGES; rlhf-jax train does a single run.")
+    plain = isinstance(names, (tuple, list)) and all(
+        isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9][\w-]*", name) and name != "config"
+        for name in names
+    )
+    if not plain or not names or len(set(names)) < len(names):
+        raise ValueError(
+            f"{path}: STAGES is {names!r:.80}; it must be a tuple of different names of letters,"
+            " digits, '_' and '-', none of them 'config'."
+        )
+    return tuple(names)
 
 
 def _check_order(stages: Sequence[StageRun], workdir: pathlib.Path) -> None:
@@ -118,7 +146,7 @@ def _check_order(stages: Sequence[StageRun], workdir: pathlib.Path) -> None:
         for key, place in stage.named.items():
             path = pathlib.Path(place)
             if path.is_relative_to(workdir):
-                other = path.relative_to(workdir).parts[0]
+                other = (*path.relative_to(workdir).parts, "")[0]
                 if other in names[number:]:
                     raise ValueError(
                         f"{stage.name}: {key} is {place}, which the stage {other!r} makes later or"
@@ -139,8 +167,11 @@ def take(stage: StageRun, place: str) -> int:
     identity = _identity(stage)
     record: dict[str, Any] = {"identity": identity, "done": False, "seconds": 0.0}
     if record_file.is_file():
-        record = json.loads(record_file.read_text())
-        _check_same(stage, record["identity"], identity)
+        earlier = json.loads(record_file.read_text())
+        record["seconds"] = earlier["seconds"]
+        record["done"] = earlier["done"]
+        if earlier["done"]:  # a run that goes on compares its checkpoints itself
+            _check_same(stage, earlier["identity"], identity)
     if record["done"]:
         print(f"Stage {place}, {stage.name}, is done: {stage.workdir}.")
         return 0
@@ -149,25 +180,33 @@ def take(stage: StageRun, place: str) -> int:
     print(f"Stage {place}, {stage.name}: rlhf-jax train {' '.join(stage.words)}", flush=True)
     began = time.monotonic()
     command = [sys.executable, "-m", "rlhf_jax.command", "train", *stage.words]
-    code = _wait(subprocess.Popen(command))  # noqa: S603  # this package
+    code = _run(command)
     record["seconds"] += time.monotonic() - began
     record["done"] = code == 0
     write_atomically(record_file, json.dumps(record, indent=1).encode())
     return code if code >= 0 else 128 - code
 
 
-def _wait(process: subprocess.Popen) -> int:
+def _run(command: list[str]) -> int:
     """Return the exit code of a run, which gets the signals that would end this process."""
+    runs: list[subprocess.Popen] = []
+    early: list[int] = []
 
     def hand_on(number: int, _: FrameType | None) -> None:
         if number != signal.SIGINT:  # the keyboard's reaches both
-            process.send_signal(number)
+            early.append(number)
+            for process in runs:
+                process.send_signal(number)
 
     before = {
         number: signal.signal(number, hand_on)
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
     }
     try:
+        process = subprocess.Popen(command)  # noqa: S603  # this package
+        runs.append(process)
+        for number in early:  # that came before there was a run
+            process.send_signal(number)
         return process.wait()
     finally:
         for number, handler in before.items():
@@ -183,7 +222,7 @@ def _identity(stage: StageRun) -> dict[str, Any]:
         if key not in command_line.PATH_KEYS
     }
     found = settings | {"steps": stage.config.steps}
-    found |= {f"{key} {path}": _digest(find(path)) for key, path in named.items()}
+    found |= {f"the content of {key}": _digest(find(path)) for key, path in named.items()}
     return json.loads(json.dumps(found, default=str))
 
 
@@ -196,7 +235,7 @@ def _digest(path: pathlib.Path) -> str:
         if file.is_file():
             with file.open("rb") as content:
                 own = hashlib.file_digest(content, "sha256").digest()
-            found.update(f"{file.name} ".encode() + own)
+            found.update(f"{file.relative_to(path)} ".encode() + own)
     return found.hexdigest()[:16]
 
 

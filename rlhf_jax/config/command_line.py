@@ -134,7 +134,10 @@ def load(spec: str) -> Config:
             f" {', '.join(shipped)}."
         )
     try:
-        config = runpy.run_path(str(path))["get_config"](*([word] if word else []))
+        module = runpy.run_path(str(path))
+        if not word and "STAGES" in module:
+            raise ValueError(f"it is a workflow; run it by rlhf-jax workflow {spec}")
+        config = module["get_config"](*([word] if word else []))
     except (Exception, SystemExit) as error:  # a config file is Python and may raise anything
         lines = str(error).strip().splitlines() or ["no message"]
         reason = lines[0].rstrip(".")

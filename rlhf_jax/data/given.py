@@ -57,7 +57,8 @@ def read_given(
         samples = []
         for content in contents(row, fields, where):
             if isinstance(content, str):
-                tokens = [*tokenizer.encode(content), *end]
+                # behind a prompt there is no beginning of a text, and no token for one
+                tokens = [*tokenizer.encode_rendered(content), *end]
                 samples.append(Given(np.array(tokens, np.int32), np.ones(len(tokens), bool)))
             else:
                 chat = prompts.messages[number]
@@ -76,11 +77,15 @@ def read_given(
             f"No row of {name} is left: a sample of each is longer than {max_response_tokens}"
             " tokens; raise data.max_response_tokens."
         )
-    if label and len({own.preference for (own,) in given_samples}) < 2:
+    return prompts.take(kept, dict(dropped)), given_samples
+
+
+def check_labels(given: Sequence[Sequence[Given]], label: str, name: str) -> None:
+    """Raise ValueError if all rows of the data called `name` have the same label."""
+    if label and len({own.preference for (own,) in given}) < 2:
         raise ValueError(
             f"{name} has the same {label!r} in every row; learning from labels needs both kinds."
         )
-    return prompts.take(kept, dict(dropped)), given_samples
 
 
 def _preferences(row: dict[str, Any], count: int, label: str, where: str) -> list[float]:
@@ -144,8 +149,8 @@ def _turns(
     ValueError where the template writes earlier messages otherwise once there are later ones.
     """
     before = tokenizer.render(prompt, add_generation_prompt=True, **arguments)
-    if tokenizer.marks_answers:
-        text, answers = tokenizer.render_marked([*prompt, *messages], **arguments)
+    text, answers = tokenizer.render_marked([*prompt, *messages], **arguments)
+    if answers:
         _check_begins(text, before, where)
         start = len(before)
         behind = [slice(one.start - start, one.stop - start) for one in answers]

@@ -125,11 +125,6 @@ class Tokenizer:
                 f"{self.origin}: the chat template failed on the messages: {error}.", error.index
             ) from error
 
-    @functools.cached_property
-    def marks_answers(self) -> bool:
-        """Tell whether the chat template marks the assistant's text by `{% generation %}`."""
-        return re.search(r"{%-?\s*generation\s*-?%}", self.template or "") is not None
-
     def render_marked(
         self, messages: Sequence[Message], /, **arguments: Any
     ) -> tuple[str, list[slice]]:

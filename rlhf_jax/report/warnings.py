@@ -81,6 +81,9 @@ def _unlikely(run: RunRecord) -> Iterator[str]:
 
 def _learning(run: RunRecord) -> Iterator[str]:
     """Yield a warning of a policy that has hardly moved, or else of a reward that has not risen."""
+    judged = ("reward.functions", "reward.models", "reward.preference_models")
+    if [bool(run.config.get(key)) for key in judged] == [False, False, True]:
+        return  # such rewards compare answers to one prompt, and are one half on average
     reward = series(run.metrics, "reward/mean")
     held_out = series(run.evaluations, "eval/reward").values
     risen = certain_change(run) > 0 or (
@@ -130,7 +133,7 @@ def _without_effect(run: RunRecord) -> Iterator[str]:
     """Yield a warning of options that depend on the ratio of probabilities if that is always 1."""
     config = run.config
     updates = config.get("training.epochs", 2) * config.get("training.minibatches", 2)
-    if updates > 1 or config.get("training.lag"):
+    if updates > 1 or config.get("training.lag") or series(run.metrics, "preference/margin"):
         return
     changed = [key for key, usual in OF_RATIO.items() if config.get(key, usual) != usual]
     if changed:

@@ -70,7 +70,9 @@ def written(workdir: pathlib.Path, runs: Mapping[str, RunRecord]) -> dict[str, l
     for name, run in runs.items():
         for step, samples in run.samples if run.evaluations else []:
             path = pathlib.Path(str(run.config.get("model.path", "")))
-            begins = path.parent.name if path.is_relative_to(workdir) else path.name
+            begins = str(path)
+            if path.is_relative_to(workdir):
+                begins = path.relative_to(workdir).parts[0]
             label = begins if step == 0 else name
             if samples:
                 found.setdefault(label, samples)

@@ -33,12 +33,23 @@ class PreferenceModel:
     @property
     def letters(self) -> tuple[int, int]:
         """Return the tokens that name the first answer and the second one."""
-        first, second = (self.source.tokenizer.encode(letter)[0] for letter in LETTERS)
+        tokenizer = self.source.tokenizer
+        first, second = (tokenizer.encode_rendered(letter)[0] for letter in LETTERS)
         return int(first), int(second)
+
+    def __post_init__(self) -> None:
+        if self.letters[0] == self.letters[1]:
+            raise ValueError(
+                f"{self.source.path}: the letters A and B begin with the same token; a preference"
+                " model needs a tokenizer that tells them apart."
+            )
 
 
 def preference_scorer(preference_model: PreferenceModel, layout: Layout = ONE_DEVICE) -> Scorer:
-    """Return the scorer of a preference model; of a pair that cannot be read both have no score."""
+    """Return the scorer of a preference model.
+
+    A pair that cannot be read does not count; a response without any other pair has no score.
+    """
 
     def score(responses: Sequence[Response]) -> Scores:
         weights = fetched(preference_model.model)
@@ -62,20 +73,19 @@ def preference_scorer(preference_model: PreferenceModel, layout: Layout = ONE_DE
             )
         )
         won: list[list[float]] = [[] for _ in responses]
-        failures: dict[int, str] = {}
+        reasons = ["has no other response to be compared with"] * len(responses)
         for place, (first, second) in enumerate(pairs):
             text = texts.get(place)
             if isinstance(text, str):
-                failures |= {first: text, second: text}
+                reasons[first] = reasons[second] = text
+                continue
             # of equal responses neither is better
             chance = 1 / (1 + np.exp(-read.get(place, 0.0)))
             won[first].append(chance)
             won[second].append(1 - chance)
-        alone = "has no other response to be compared with"
-        failures |= {index: alone for index, chances in enumerate(won) if not chances}
         results: list[float | RewardResult] = [
-            failures[index] if index in failures else float(np.mean(chances))
-            for index, chances in enumerate(won)
+            float(np.mean(chances)) if chances else reason
+            for chances, reason in zip(won, reasons, strict=True)
         ]
         return as_scores(results)
 

@@ -20,7 +20,7 @@ def check_rewards(config: Config) -> None:
     require(
         terms > 0,
         "reward.functions and reward.models are empty; give --reward FILE.py:function, or the"
-        " folder of a reward model in reward.models.",
+        " folder of a reward model in reward.models or reward.preference_models.",
     )
     require(
         len(reward.weights) in (0, terms),

@@ -23,7 +23,7 @@ from rlhf_jax.config.checks import require_texts
 from rlhf_jax.config.earlier import settled
 from rlhf_jax.config.identity import binding_settings
 from rlhf_jax.config.schema import Config, flat
-from rlhf_jax.data.given import Given, read_given
+from rlhf_jax.data.given import Given, check_labels, read_given
 from rlhf_jax.data.prompts import Prompts, tokenize
 from rlhf_jax.data.rows import read
 from rlhf_jax.generation import drafting
@@ -125,14 +125,17 @@ def prepare(config: Config) -> RunSpec:
     drafts = drafting.has_drafter(config)
     drafter = open_source(config.drafter.path) if drafts and config.drafter.path else None
     rewards = tuple(_open_dated(path, config) for path in derived.reward_models(config))
-    sources = (config.data.train, *config.data.mixture)
-    parts = [_read_samples(config, policy, source, "train") for source in sources]
+    sources = {"data.train": config.data.train}
+    sources |= {f"data.mixture[{at}]": one for at, one in enumerate(config.data.mixture)}
+    parts = [_read_samples(config, policy, place, name) for name, place in sources.items()]
     prompts = functools.reduce(operator.add, (own for own, _ in parts))
     given = [samples for _, own in parts for samples in own]
+    check_labels(given, algorithm_of(config).label, "data.train")
     held_out = None
     held_out_given = []
     if config.evaluation.every:
-        held_out, held_out_given = _read_samples(config, policy, config.data.eval, "eval")
+        held_out, held_out_given = _read_samples(config, policy, config.data.eval, "data.eval")
+        check_labels(held_out_given, algorithm_of(config).label, "data.eval")
 
     spec = RunSpec(
         config=config,
@@ -190,43 +193,41 @@ def _open_dated(path: str, config: Config) -> Source:
 
 
 def _read_samples(
-    config: Config, policy: Source, source: str, key: str
+    config: Config, policy: Source, place: str, name: str
 ) -> tuple[Prompts, list[list[Given]]]:
-    """Read the prompts of a source of data.train or data.eval, and the samples given with them."""
+    """Read the prompts of a place, and the samples given with them; `name` is its config key."""
     return read_given(
-        _read_prompts(config, policy, source, key),
+        _read_prompts(config, policy, place, name),
         algorithm_of(config).given,
         policy.tokenizer,
         policy.stop_tokens,
         config.data.max_response_tokens,
         config.data.template_arguments.to_dict(),
-        name=f"data.{key}",
+        name=name,
         label=algorithm_of(config).label,
     )
 
 
-def _read_prompts(config: Config, policy: Source, source: str, key: str) -> Prompts:
-    """Read the prompts of a source of `data.train` or `data.eval`, in the policy's tokens."""
+def _read_prompts(config: Config, policy: Source, place: str, name: str) -> Prompts:
+    """Read the prompts of a place, in the policy's tokens; `name` is its config key."""
     data = config.data
     left_out: list[str] = []
     rows = read(
-        source if is_remote(source) else find(source),
+        place if is_remote(place) else find(place),
         data.prompt_key,
         configuration=data.configuration,
-        split=data[f"{key}_split"],
+        split=data.eval_split if name == "data.eval" else data.train_split,
         columns=data.columns.to_dict(),
         skip=left_out.append if data.on_bad_row == "skip" else None,
     )
     if left_out and distributed.leads():
         print(
-            f"warning: {len(left_out)} rows of data.{key} are left out; the first: {left_out[0]}",
+            f"warning: {len(left_out)} rows of {name} are left out; the first: {left_out[0]}",
             file=sys.stderr,
         )
     if rewrite := algorithm_of(config).rewrite:
         rows = [
-            rewrite(
-                row, np.random.default_rng((config.seed, number)), f"Row {number} of data.{key}"
-            )
+            rewrite(row, np.random.default_rng((config.seed, number)), f"Row {number} of {name}")
             for number, row in enumerate(rows, start=1)
         ]
     return tokenize(

@@ -62,7 +62,12 @@ def generation_settings(spec: RunSpec, programs: Programs) -> GenerationSettings
     scoring_seconds = 0.0
     if generation.fuse_inference:
         # The seconds that a slice takes to score a token under all models.
-        models = spec.models.scorers(derived.calls(config))
+        models = [
+            model
+            for call in derived.calls(config)
+            for model in spec.models.scorers([call])
+            if call != "reward_inference" or model.scalar_head  # others compare, all at once
+        ]
         flops = sum(prior.work(model, layout.dtype.itemsize).token_flops for model in models)
         devices = layout.extent(AXES) / layout.slices
         scoring_seconds = flops / (RATES[layout.platform][1] * devices)

@@ -103,7 +103,7 @@ class Rollouts:
             for row in np.repeat(rows, settings.samples_per_prompt)
         ]
         return as_sequences(samples, settings.decoding.max_length).with_columns(
-            rewards=np.zeros(len(samples), np.float32),
+            rewards=np.arange(len(samples), dtype=np.float32),  # else none may be preferred
             ended=np.ones(len(samples), bool),  # otherwise none may be trained on (drop_overlong)
         )
 

@@ -27,6 +27,7 @@ def prepare(
         batch, weights = truncated_importance_sampling(batch, config.training.lag_clip)
         metrics = metrics | weights | {"lag/updates": float(behind)}
     drawn_from, now = (scored.columns.get(name) for name in ("sampled_logprobs", "logprobs"))
-    if drawn_from is not None and now is not None and not behind:
+    tempered = algorithm_of(config).temperatures(config)  # drawn at other temperatures
+    if drawn_from is not None and now is not None and not (behind or tempered):
         metrics = metrics | mismatch(drawn_from, now, scored.mask)
     return batch, {name: value for name, value in metrics.items() if math.isfinite(value)}

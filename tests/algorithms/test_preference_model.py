@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 
 import jax
@@ -9,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_run
+from tokenizers import processors
 
 from rlhf_jax import trainer
 from rlhf_jax.algorithms.preference_model import as_comparison
@@ -66,6 +69,26 @@ def test_rewards_are_mean_chances_against_the_others_of_a_group(folder):
         wanted = [(chance(text, other) + 1 - chance(other, text)) / 2 for other in others]
         np.testing.assert_allclose(scores.values[index], np.mean(wanted), atol=2e-6)
     np.testing.assert_allclose(scores.values[:4].mean(), 0.5, atol=1e-6)  # one wins, one loses
+
+
+def test_a_beginning_of_text_is_no_letter_and_an_unread_pair_no_failure(folder):
+    source = open_source(folder)
+    plain = PreferenceModel(source, source.load(jnp.float32), rows=3, length_bucket=16)
+    backend = copy.deepcopy(source.tokenizer.backend)
+    backend.post_processor = processors.TemplateProcessing(
+        single="a $A", special_tokens=[("a", backend.token_to_id("a"))]
+    )
+    begun = dataclasses.replace(source.tokenizer, backend=backend)
+    assert begun.encode("A")[0] == begun.encode("B")[0]
+    judge = dataclasses.replace(plain, source=dataclasses.replace(source, tokenizer=begun))
+    assert judge.letters == plain.letters
+    responses = [
+        Response(PROMPT, [{"role": "user", "content": PROMPT}], {}, text)
+        for text in ("one", "two", "three" * 40)
+    ]
+    scores = preference_scorer(plain)(responses)
+    assert list(scores.failures) == [2] and "the context is 128" in scores.failures[2]
+    assert np.isfinite(scores.values[:2]).all()
 
 
 @pytest.mark.slow

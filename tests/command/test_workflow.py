@@ -86,6 +86,11 @@ def test_changes_are_for_all_stages_or_for_one(folder):
         ("{root}/judge/", "{root}/critic/", "which no stage makes"),
         ("config.workdir = workdir", "config.workdir = root", "in the folder that it is given"),
         ("STAGES =", "NAMES =", "names no STAGES"),
+        ('("sft", "judge", "grpo")', '"sft"', "it must be a tuple of different names"),
+        ('"judge", "grpo")', '"judge", "judge")', "it must be a tuple of different names"),
+        ("import os\nfrom", "import os\n1 / 0\nfrom", "chain.py fails: ZeroDivisionError"),
+        ("config.deterministic = True", "config.dry_run = True", "dry_run is set"),
+        ('"tiny" if', "root if", "which the stage '' makes|which no stage makes"),
         ('train = config.data.eval = "rows', 'train = "no', "there is no file no.py"),
     ],
 )
@@ -102,19 +107,21 @@ def test_a_chain_that_cannot_work_is_refused_before_its_first_run(folder, old, n
 
 def test_a_folder_of_another_config_or_other_data_is_refused(folder, monkeypatch):
     taken = []
+    codes = [2, 0]  # of runs
 
     class Process:
         def __init__(self, command: list[str]):
             taken.append(command)
 
         def wait(self) -> int:
-            return 0
+            return codes.pop(0)
 
     monkeypatch.setattr(workflow.subprocess, "Popen", Process)
     first = stages()[0]
+    assert workflow.take(stages("--sft.seed=9")[0], "1 of 3") == 2  # may be mended
     assert workflow.take(first, "1 of 3") == 0
     assert workflow.take(first, "1 of 3") == 0  # done
-    assert len(taken) == 1
+    assert len(taken) == 2
     with pytest.raises(ValueError, match="runs/chain/sft was made with steps = 4, which is now 5"):
         workflow.take(stages("--sft.steps=5")[0], "1 of 3")
     (folder / "rows.py").write_text(ROWS + "\n# other rows\n")

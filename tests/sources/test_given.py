@@ -12,7 +12,7 @@ import pytest
 import tiny_run
 
 from rlhf_jax.data import prompts, rows
-from rlhf_jax.data.given import Given, read_given
+from rlhf_jax.data.given import Given, check_labels, read_given
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.models.files.source import open_source
 
@@ -156,5 +156,8 @@ def test_labels_of_one_kind_are_refused(tokenizer, tmp_path):
     row = json.dumps({"prompt": "a", "completion": "b", "label": True}) + "\n"
     (tmp_path / "rows.jsonl").write_text(2 * row)
     asked = prompts.tokenize(rows.read(tmp_path / "rows.jsonl"), tokenizer, "", 100)
+    _, given = read_given(
+        asked, ["completion"], tokenizer, (1,), max_response_tokens=200, label="label"
+    )
     with pytest.raises(ValueError, match="the same 'label' in every row; learning from labels"):
-        read_given(asked, ["completion"], tokenizer, (1,), max_response_tokens=200, label="label")
+        check_labels(given, "label", "data.train")
