@@ -21,14 +21,16 @@ from rlhf_jax.training.kinds import TokenLoss
 def best_of_n(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, float]]:
     """Return the samples with the highest reward of each prompt; the others are masked out.
 
-    A prompt without a reward has none. `best/kl` bounds the KL of best-of-n sampling to the policy,
-    log n - (n - 1) / n nats a response (Beirami et al. 2024).
+    A prompt whose rewards are equal has none. `best/kl` bounds the KL of best-of-n sampling to the
+    policy, log n - (n - 1) / n nats a response (Beirami et al. 2024).
     """
     count = config.generation.samples_per_prompt
     rewards = np.asarray(batch.columns["rewards"]).reshape(-1, count)
     known = ~np.isnan(rewards)
-    best = np.where(known, rewards, -np.inf).argmax(axis=1)
-    chosen = (np.arange(count) == best[:, None]) & known
+    low = np.where(known, rewards, np.inf)
+    high = np.where(known, rewards, -np.inf)
+    differ = low.min(axis=1) < high.max(axis=1)  # of equal answers none is best
+    chosen = (np.arange(count) == high.argmax(axis=1)[:, None]) & differ[:, None]
     mask = np.asarray(batch.mask) & chosen.reshape(-1, 1)
     metrics = {"best/kl": math.log(count) - (count - 1) / count}
     if chosen.any():
@@ -47,7 +49,7 @@ def check(config: Config) -> None:
 
 RAFT = Algorithm(
     title="RAFT",
-    losses={"policy": TokenLoss(negative_log_likelihood)},
+    losses={"policy": TokenLoss(negative_log_likelihood, reads=("top_k_ids",))},
     prepare=best_of_n,
     check=check,
 )

@@ -58,18 +58,31 @@ class StageRun(NamedTuple):
 
 def main(argv: list[str]) -> int:
     """Return the exit code: 0, or that of the run that failed or was stopped."""
+    try:
+        return _main(argv)
+    except KeyboardInterrupt:
+        print("error: stopped by the keyboard; the same command resumes.", file=sys.stderr)
+        return 130
+
+
+def _main(argv: list[str]) -> int:
+    """Read the command line, and take the stages in order."""
     parser = argparse.ArgumentParser(
         prog=argv[0],
         usage=f"{argv[0]} [CONFIG] [--workdir DIR] [--config.KEY=VALUE] [--STAGE.KEY=VALUE]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", nargs="?", default="workflow", metavar="CONFIG")
+    parser.add_argument(
+        "config", nargs="?", default="workflow", metavar="CONFIG", help="a file with STAGES"
+    )
     parser.add_argument("--workdir", help="of the workflow; runs/CONFIG without it", metavar="DIR")
     asked, changes = parser.parse_known_args(argv[1:])
     place = asked.workdir or f"runs/{pathlib.PurePath(asked.config).stem}"
-    if is_remote(place):
-        raise ValueError(f"--workdir is {place}; a workflow lives in a folder of this machine.")
+    if ":" in place:
+        raise ValueError(
+            f"--workdir is {place}; a workflow lives in a folder of this machine, without a colon."
+        )
     workdir = pathlib.Path(place).expanduser()
     stages = read_stages(asked.config, workdir, changes)
     for number, stage in enumerate(stages, start=1):
@@ -91,7 +104,8 @@ def read_stages(spec: str, workdir: pathlib.Path, changes: Sequence[str]) -> lis
     names = _names(path)
     known = ("config", *names)
     for change in changes:
-        if change[2:].partition(".")[0] not in known or not change.startswith("--"):
+        fits = re.fullmatch(r"--([\w-]+)\.[\w.]+=.*", change, re.DOTALL)
+        if not fits or fits[1] not in known:
             places = ", ".join(f"--{name}.KEY=VALUE" for name in known)
             raise ValueError(f"{change!r} is none of {places}.")
     stages = []
@@ -167,9 +181,11 @@ def take(stage: StageRun, place: str) -> int:
     identity = _identity(stage)
     record: dict[str, Any] = {"identity": identity, "done": False, "seconds": 0.0}
     if record_file.is_file():
-        earlier = json.loads(record_file.read_text())
+        earlier = _read_record(record_file)
         record["seconds"] = earlier["seconds"]
-        record["done"] = earlier["done"]
+        record["done"] = earlier["done"] and all(
+            (stage.workdir / name).exists() for name in earlier.get("left", ())
+        )
         if earlier["done"]:  # a run that goes on compares its checkpoints itself
             _check_same(stage, earlier["identity"], identity)
     if record["done"]:
@@ -183,8 +199,22 @@ def take(stage: StageRun, place: str) -> int:
     code = _run(command)
     record["seconds"] += time.monotonic() - began
     record["done"] = code == 0
+    record["left"] = sorted(path.parent.name for path in stage.workdir.glob("*/config.json"))
     write_atomically(record_file, json.dumps(record, indent=1).encode())
     return code if code >= 0 else 128 - code
+
+
+def _read_record(file: pathlib.Path) -> dict[str, Any]:
+    """Return the record of a stage; ValueError where the file holds none."""
+    try:
+        record = json.loads(file.read_text())
+        return {key: record[key] for key in ("identity", "done", "seconds")} | {
+            "left": record.get("left", [])
+        }
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{file} is damaged ({one_line(error)}); remove it, and the stage is checked anew."
+        ) from error
 
 
 def _run(command: list[str]) -> int:
@@ -221,7 +251,12 @@ def _identity(stage: StageRun) -> dict[str, Any]:
         for key, value in binding_settings(stage.config).items()
         if key not in command_line.PATH_KEYS
     }
-    found = settings | {"steps": stage.config.steps}
+    found = {
+        re.sub(r"^the code of .*/", "the code of ", key): value for key, value in settings.items()
+    }
+    found["steps"] = stage.config.steps
+    values = flat(stage.config)
+    found |= {key: values[key] for key in command_line.PATH_KEYS if is_remote(str(values[key]))}
     found |= {f"the content of {key}": _digest(find(path)) for key, path in named.items()}
     return json.loads(json.dumps(found, default=str))
 
@@ -232,7 +267,7 @@ def _digest(path: pathlib.Path) -> str:
         return path.name
     found = hashlib.sha256()
     for file in [path] if path.is_file() else sorted(path.rglob("*")):
-        if file.is_file():
+        if file.is_file() and not file.name.startswith("."):
             with file.open("rb") as content:
                 own = hashlib.file_digest(content, "sha256").digest()
             found.update(f"{file.relative_to(path)} ".encode() + own)
@@ -241,10 +276,13 @@ def _digest(path: pathlib.Path) -> str:
 
 def _check_same(stage: StageRun, old: dict[str, Any], new: dict[str, Any]) -> None:
     """Raise ValueError where the identity of a stage is not that of its folder."""
-    for key in {**new, **old}:
-        if old.get(key) != new.get(key):
-            raise ValueError(
-                f"{stage.workdir} was made with {key} = {old.get(key)!r:.80}, which is now"
-                f" {new.get(key)!r:.80}: remove that folder and those of later stages, or name"
-                " another --workdir."
-            )
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    if keys:
+        changes = ", ".join(
+            f"{key} ({old.get(key)!r:.40}, now {new.get(key)!r:.40})" for key in keys[:3]
+        )
+        raise ValueError(
+            f"{stage.workdir} was made otherwise: {changes}{' and more' * (len(keys) > 3)}. Restore"
+            " what has changed, remove that folder and those of later stages, or name another"
+            " --workdir."
+        )

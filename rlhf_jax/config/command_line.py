@@ -137,6 +137,8 @@ def load(spec: str) -> Config:
         module = runpy.run_path(str(path))
         if not word and "STAGES" in module:
             raise ValueError(f"it is a workflow; run it by rlhf-jax workflow {spec}")
+        if "get_config" not in module:
+            raise ValueError("it defines no get_config()")
         config = module["get_config"](*([word] if word else []))
     except (Exception, SystemExit) as error:  # a config file is Python and may raise anything
         lines = str(error).strip().splitlines() or ["no message"]

@@ -149,13 +149,21 @@ def _turns(
     ValueError where the template writes earlier messages otherwise once there are later ones.
     """
     before = tokenizer.render(prompt, add_generation_prompt=True, **arguments)
-    text, answers = tokenizer.render_marked([*prompt, *messages], **arguments)
+    try:
+        text, answers = tokenizer.render_marked([*prompt, *messages], **arguments)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
     if answers:
         _check_begins(text, before, where)
         start = len(before)
         behind = [slice(one.start - start, one.stop - start) for one in answers]
-        found = tokenizer.encode_marked(text[start:], behind)
-        return Given(np.array(found[0], np.int32), np.array(found[1], bool))
+        marked = tokenizer.encode_marked(text[start:], behind)
+        if not any(marked[1]):
+            raise ValueError(
+                f"{where} has no answer that the chat template marks by {{% generation %}}; correct"
+                " the template, or remove its marks."
+            )
+        return Given(np.array(marked[0], np.int32), np.array(marked[1], bool))
     tokens: list[int] = []
     learned: list[bool] = []
     for index, message in enumerate(messages):

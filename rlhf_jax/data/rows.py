@@ -153,10 +153,14 @@ def _read_dataset(place: str, configuration: str, split: str) -> Iterator[Unread
 
 def _call(spec: str) -> Iterator[UnreadRow]:
     """Yield each row that a function of a file returns."""
-    function = load_named(spec, "The function of rows")
+    function: Any = load_named(spec, "The function of rows")
+    if not callable(function):
+        raise ValueError(
+            f"{spec} is a {type(function).__name__}; name a function that returns rows."
+        )
     try:
         rows = list(function())
-    except Exception as error:  # the user's function may raise anything
+    except (Exception, SystemExit) as error:  # the user's function may raise anything
         raise ValueError(
             f"The function of rows {spec} raised {type(error).__name__}: {one_line(error)}."
         ) from error

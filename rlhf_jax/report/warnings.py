@@ -96,7 +96,8 @@ def _learning(run: RunRecord) -> Iterator[str]:
     last = reading(float(reward.values[-part:].mean()))
     rate = run.config.get("training.learning_rate", 0.0)
     moved = _recent(run, "kl/response")
-    if run.config.get("kl.coefficient") and moved < HARDLY:
+    measured = len(series(run.metrics, "kl/response"))
+    if run.config.get("kl.coefficient") and measured and moved < HARDLY:
         yield (
             f"The policy has hardly moved: after {len(reward)} steps an answer is {reading(moved)}"
             f" nats from the reference, and the reward, on average {first} in the first quarter and"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlhf_jax.monitoring.metrics import is_measure, paired
-from rlhf_jax.report.page import TRAINED, rendered, shown_pairs
+from rlhf_jax.report.page import rendered, shown_pairs
 from rlhf_jax.report.run import Row, RunRecord, read_run, series
 from rlhf_jax.report.scales import duration, reading, share
 from rlhf_jax.runtime.files import write_atomically
@@ -46,7 +46,7 @@ def write_workflow(workdir: pathlib.Path, stages: Sequence[str]) -> pathlib.Path
         )
         for name, run in runs.items()
     ]
-    models = written(workdir, runs)
+    models = comparable(written(workdir, runs), list(runs.values()))
     path = workdir / "report.html"
     content = rendered(
         "workflow.html",
@@ -77,6 +77,29 @@ def written(workdir: pathlib.Path, runs: Mapping[str, RunRecord]) -> dict[str, l
             if samples:
                 found.setdefault(label, samples)
     return found
+
+
+def comparable(models: Mapping[str, list[Row]], runs: Sequence[RunRecord]) -> dict[str, list[Row]]:
+    """Return the samples of prompts that all models have, without rewards of different kinds."""
+    prompts = [{row["prompt"] for row in rows} for rows in models.values()]
+    shared = set.intersection(*prompts) if prompts else set()
+    keys = ("functions", "models", "preference_models", "weights", "missing_end")
+    kinds = {
+        str([run.config.get(f"reward.{key}") for key in keys])
+        for run in runs
+        if any("eval/reward" in row for row in run.evaluations)
+    }
+    relative = any(run.config.get("reward.preference_models") for run in runs)
+    left_out = {"reward"} if len(kinds) > 1 or relative else set()
+    return {
+        name: [
+            {key: value for key, value in row.items() if key not in left_out}
+            for row in rows
+            if row["prompt"] in shared
+        ]
+        for name, rows in models.items()
+        if shared
+    }
 
 
 def measures(models: Mapping[str, Sequence[Row]]) -> list[tuple[str, list[str]]]:
@@ -134,12 +157,10 @@ def _mean(values: Sequence[Any]) -> str:
 
 
 def _before_and_after(run: RunRecord) -> tuple[str, str, str]:
-    """Return the first measure of a run, before and after it."""
-    keys = [key for key in (run.evaluations or [{}])[0] if is_measure(key)]
-    rows, key = (run.evaluations, keys[0]) if keys else (run.metrics, "")
-    key = key or next((name for name, _ in TRAINED if any(name in row for row in rows)), "")
-    line = series(rows, key)
+    """Return the first held-out measure of a run, before and after it."""
+    key = next((key for key in (run.evaluations or [{}])[0] if is_measure(key)), "")
+    line = series(run.evaluations, key)
     if not len(line):
         return ("—", "—", "—")
     first, last = (reading(float(line.values[place])) for place in (0, -1))
-    return (key, first, last if run.metrics else "—")
+    return (key, first, last if len(line) > 1 else "—")

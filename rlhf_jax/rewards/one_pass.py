@@ -44,6 +44,8 @@ class OnePassReward:
 
         Raises ValueError above CG_ABOVE features, for which `cg_step` is.
         """
+        if regularizer <= 0 or rate <= 0:
+            raise ValueError(f"regularizer is {regularizer} and rate {rate}; give numbers above 0.")
         if features > CG_ABOVE:
             raise ValueError(
                 f"A matrix of {features} x {features} features would be kept; above {CG_ABOVE} use"
@@ -55,13 +57,18 @@ class OnePassReward:
     def learn(self, differences: np.ndarray, labels: np.ndarray) -> None:
         """Learn from labels in their order: differences [n, d], labels [n] of 1 or 0.
 
-        A label is 1 where the first answer is better. Raises ValueError where a number is not
-        finite.
+        A label is 1 where the first answer is better. Raises ValueError where
+        these do not fit each other, and then learns nothing.
         """
         blas: Any = importlib.import_module("scipy.linalg.blas")  # takes half a second
         differences = np.asarray(differences, np.float64)
-        if not (np.isfinite(differences).all() and np.isfinite(labels).all()):
-            raise ValueError("A feature or label is not finite; leave the pair out.")
+        if differences.shape != (len(labels), len(self.theta)):
+            raise ValueError(
+                f"Differences of shape {differences.shape} do not fit {len(labels)} labels and"
+                f" {len(self.theta)} features; give one row for each label."
+            )
+        if not (np.isfinite(differences).all() and np.isin(labels, (0, 1)).all()):
+            raise ValueError("A feature is not finite, or a label not 0 or 1; leave the pair out.")
         for z, label in zip(differences, np.asarray(labels, np.float64), strict=True):
             u = blas.dsymv(1.0, self.inverse, z)
             spread = float(z @ u)

@@ -115,7 +115,11 @@ def term_names(config: Config) -> list[str]:
     of its path.
     """
     functions = [source_of(spec).term_name(spec) for spec in config.reward.functions]
-    return functions + [pathlib.PurePath(path).name for path in reward_models(config)]
+    folders = map(pathlib.PurePath, reward_models(config))
+    # a preference model that a run has left is called as the run
+    return functions + [
+        path.parent.name if path.name == "policy" else path.name for path in folders
+    ]
 
 
 def check_sources(config: Config) -> dict[str, Signature]:

@@ -7,6 +7,7 @@ import dataclasses
 from rlhf_jax.config import derived
 from rlhf_jax.config.checks import require
 from rlhf_jax.config.schema import Config
+from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.generation import drafting
 from rlhf_jax.training.distill import student_config
 from rlhf_jax.types import ModelConfig, ModelConfigs
@@ -23,11 +24,6 @@ def check_models(config: Config, models: ModelConfigs) -> None:
     """
     policy, drafter, critics, rewards, reference = models
     critic = next(iter(critics.values()), None)  # all are made of the same model
-    require(
-        reference is None or reference.vocab_size == policy.vocab_size,
-        f"kl.reference has a vocabulary of {reference and reference.vocab_size} tokens, the model"
-        f" one of {policy.vocab_size}; give a model of the same tokenizer.",
-    )
     named = {"model.path": policy, "drafter.path": drafter, "kl.reference": reference}
     for name, model in named.items():
         require(
@@ -81,6 +77,20 @@ def _check_sizes(config: Config, models: ModelConfigs) -> None:
             f"data.max_prompt_tokens + {limit} is {longest}, but the {name}'s"
             f" context is {model and model.max_context}; lower one of the two.",
         )
+
+
+def check_tokenizers(policy: Tokenizer, reference: Tokenizer) -> None:
+    """Raise ValueError unless the ids of both mean the same tokens; vocabularies may be padded."""
+    own, other = (
+        tokenizer.backend.get_vocab(with_added_tokens=True) for tokenizer in (policy, reference)
+    )
+    different = next((token for token in own if own[token] != other.get(token)), None)
+    require(
+        different is None,
+        f"kl.reference has another tokenizer than the model: {different!r:.40} is token"
+        f" {own.get(different or '')} of the model and {other.get(different or '')} of the"
+        " reference; give a model of the same tokenizer.",
+    )
 
 
 def check_student(config: Config, policy: ModelConfig, path: ModelConfig | None) -> None:

@@ -159,6 +159,8 @@ def prepare(config: Config) -> RunSpec:
         if prompts is not None:
             check_columns(signatures, prompts.rows)
     model_checks.check_models(config, spec.models)
+    if config.kl.reference:
+        model_checks.check_tokenizers(policy.tokenizer, spec.reference.tokenizer)
     model_checks.check_student(config, policy.config, drafter and drafter.config)
     return _placed(spec)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -94,8 +96,9 @@ def test_a_length_penalty_ranks_and_is_no_reward():
 
 
 def test_raft_keeps_the_best_of_each_prompt():
-    found, metrics = raft.best_of_n(batch_of(0, 2, 1, np.nan, np.nan, np.nan), config_of("raft", 3))
-    assert found.mask.any(axis=1).tolist() == [False, True, False, False, False, False]
+    rewards = (0, 2, 1, np.nan, np.nan, np.nan, 1, 1, 1)
+    found, metrics = raft.best_of_n(batch_of(*rewards), config_of("raft", 3))
+    assert np.flatnonzero(found.mask.any(axis=1)).tolist() == [1]
     assert metrics["best/reward"] == 2.0
     assert metrics["best/kl"] == pytest.approx(np.log(3) - 2 / 3)
 
@@ -183,6 +186,26 @@ def test_a_policy_moves_towards_its_teacher(run, tmp_path):
     )
     first, last = (np.mean([step["kl/mean"] for step in part]) for part in (steps[:4], steps[-4:]))
     assert last < 0.7 * first
-    with pytest.raises(ValueError, match=r"kl\.reference has a vocabulary of"):
-        other = tiny_run.make_model(tmp_path / "other", vocab_size=384)
+    padded = tiny_run.make_model(tmp_path / "padded", vocab_size=384)
+    run(
+        "on_policy_distill",
+        kl__reference=padded,
+        reward__functions="()",
+        steps=1,
+        workdir=tmp_path / "p",
+    )
+    other = tmp_path / "other"
+    shutil.copytree(teacher, other)
+    document = json.loads((other / "tokenizer.json").read_text())
+    ids = document["model"]["vocab"]
+    document["model"]["vocab"] = dict(zip(ids, [*list(ids.values())[1:], 0], strict=True))
+    (other / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=r"kl\.reference has another tokenizer than the model"):
         run("on_policy_distill", kl__reference=other, reward__functions="()", steps=1)
+
+
+@pytest.mark.slow
+def test_gains_are_of_the_law_that_was_sampled_from(run):
+    """Of the likeliest tokens alone, where only these are drawn."""
+    step = run("online_dpo", algorithm__reference="previous", generation__top_k=5, steps=1)[0]
+    assert abs(step["preference/margin"]) < 1e-4

@@ -124,7 +124,7 @@ def test_a_preference_model_learns_and_gives_the_rewards_of_a_run(tmp_path, fold
     }
     trainer.do_run(command_line.read(tiny_run.arguments(tmp_path, folder, **changes)))
     (rewarded,) = tiny_run.lines(tmp_path / "run" / "metrics.jsonl")
-    assert rewarded["reward/policy/failed"] == 0
+    assert rewarded["reward/judge/failed"] == 0
     # each comparison that one response wins another loses
-    np.testing.assert_allclose(rewarded["reward/policy/mean"], 0.5, atol=1e-5)
+    np.testing.assert_allclose(rewarded["reward/judge/mean"], 0.5, atol=1e-5)
     assert rewarded["reward/std"] > 0
