@@ -159,7 +159,8 @@ def _call(spec: str) -> Iterator[UnreadRow]:
             f"{spec} is a {type(function).__name__}; name a function that returns rows."
         )
     try:
-        rows = list(function())
+        returned: Any = function()
+        rows = list(returned)
     except (Exception, SystemExit) as error:  # the user's function may raise anything
         raise ValueError(
             f"The function of rows {spec} raised {type(error).__name__}: {one_line(error)}."
