@@ -56,20 +56,24 @@ def reward_model(config, root):
 
 
 def grpo(config, root):
-    config.steps = 10
+    config.steps = 12
     config.data.update(train=f"{ROWS}:openings", eval=f"{ROWS}:held_out_openings")
     config.reward.update(
-        models=(f"{root}/reward_model/reward_model",), missing_end=1.0, seconds=60.0, workers=1
+        models=(f"{root}/reward_model/reward_model",),
+        weights=(20.0,),  # after so few steps its rewards are some hundredths apart
+        seconds=60.0,
+        workers=1,
     )
     config.reward.metrics = {"judge": f"{JUDGES}:judge", "vader": f"{JUDGES}:vader"}
     config.generation.update(
         prompts_per_step=8,
         samples_per_prompt=4,
         max_new_tokens=40,
+        temperature=0.7,  # at 1 so small a model writes little sense
         max_rows=32,
         min_rows=16,
         strategy="plain",
     )
-    config.evaluation.update(every=config.steps, samples_per_prompt=4)
-    config.training.learning_rate = 8e-5
+    config.evaluation.update(every=config.steps, samples_per_prompt=4, temperature=0.7)
+    config.training.learning_rate = 5e-5
     config.kl.coefficient = 0.03
