@@ -108,7 +108,7 @@ class Wandb:
     def write_samples(self, step: int, name: str, samples: Sequence[Mapping[str, Any]]) -> None:
         """Log samples as a table, with the step that is written next."""
         rows = [[sample.get(column) for column in SAMPLE_COLUMNS] for sample in samples]
-        table = importlib.import_module("wandb").Registry(columns=[*SAMPLE_COLUMNS], data=rows)
+        table = importlib.import_module("wandb").Table(columns=[*SAMPLE_COLUMNS], data=rows)
         self._run.log({name: table}, step=step, commit=False)
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
