@@ -116,7 +116,7 @@ def test_a_bad_override_is_one_sentence(config_file, override, words):
     [
         (None, "There is no config file"),
         ("def get_config(:", "SyntaxError"),
-        ("x = 1", "KeyError: 'get_config'"),
+        ("x = 1", "it defines no get_config"),
         (CONFIG_FILE.replace("config.steps", "config.stepz"), "AttributeError"),
         (CONFIG_FILE.replace("= 7", "= 'seven'"), "TypeError"),
         ("def get_config(): return {}", "must return rlhf_jax.config.default()"),

@@ -260,7 +260,7 @@ CASES = {
     ),
     "config file that exits": Case("SystemExit", prepare=config("import sys\nsys.exit(0)\n")),
     "config file is no Python": Case("SyntaxError", prepare=config("def get_config(:\n")),
-    "config file without get_config": Case("KeyError: 'get_config'", prepare=config("")),
+    "config file without get_config": Case("it defines no get_config", prepare=config("")),
     "config file returns another thing": Case(
         "must return", prepare=config("def get_config(): return {}\n")
     ),
