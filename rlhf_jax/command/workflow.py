@@ -184,7 +184,7 @@ def take(stage: StageRun, place: str) -> int:
         earlier = _read_record(record_file)
         record["seconds"] = earlier["seconds"]
         record["done"] = earlier["done"] and all(
-            (stage.workdir / name).exists() for name in earlier.get("left", ())
+            (stage.workdir / name).exists() for name in earlier["left"]
         )
         if earlier["done"]:  # a run that goes on compares its checkpoints itself
             _check_same(stage, earlier["identity"], identity)
