@@ -16,6 +16,7 @@ import tiny_run
 
 from rlhf_jax.command import workflow
 from rlhf_jax.report.workflow import win_rate
+from rlhf_jax.runtime.checkpoint.folder import steps
 
 CONFIG = """
 import os
@@ -167,8 +168,8 @@ def test_a_workflow_is_killed_in_every_stage_and_ends_bit_for_bit_the_same(folde
     finish("whole")
     for stage in ("sft", "judge", "grpo"):
         process = start("parts")
-        written = folder / "parts" / stage / "metrics.jsonl"
-        while not written.exists() or written.read_text().count("\n") < 2:
+        checkpoints = folder / "parts" / stage / "checkpoints"
+        while not steps(checkpoints):
             assert process.poll() is None
             time.sleep(0.01)
         os.killpg(process.pid, signal.SIGKILL)

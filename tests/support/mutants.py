@@ -27,7 +27,8 @@ SECONDS = 300  # A file's own tests that take longer hang, and have found the fa
 SECONDS_OF_CORE = 3600  # Likewise the whole fast core.
 
 TESTS: dict[str, str] = {
-    "algorithms/grpo.py": "losses/test_losses.py losses/test_policy_losses.py",
+    "algorithms/grpo.py": "losses/test_losses.py losses/test_policy_losses.py"
+    " config/test_config.py",
     "losses/aggregate.py": "losses/test_losses.py losses/test_policy_losses.py",
     "losses/value.py": "losses/test_losses.py",
     "training/kinds.py": "losses/test_group_losses.py losses/test_losses.py"
@@ -79,7 +80,7 @@ REASONS: dict[tuple[str, str], str] = {
     ): "The root, of depth 0, is accepted: any number below will do.",
     (
         "algorithms/grpo.py",
-        "losses = jnp.where(mask, LOSSES[options.loss](own), 1.0)",
+        "losses = jnp.where(mask, LOSSES[options.loss](terms_of_loss), 1.0)",
     ): "What is masked out has no weight: any finite number does.",
     (
         "sequences/packing.py",
