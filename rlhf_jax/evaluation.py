@@ -41,7 +41,7 @@ def evaluate(
         return _evaluate_policy(state, run, observe)
     models = run.scoring.models_of(state.models, run.frozen)
     scored, _ = score(run.held_out, models, run.scoring)
-    batch, _ = prepare(scored, state.host.kl_coefficient, run.config)
+    batch, _, _ = prepare(scored, state.host.kl_coefficient, run.config, {})
     losses = measure(state.models, batch, run.learners)
     means = {f"eval/{name}": value for name, value in losses.items()}
     return state, EvaluationReport(means, samples=[])

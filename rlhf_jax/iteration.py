@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from rlhf_jax.config.algorithms import algorithm_of
 from rlhf_jax.inference.scoring import score
 from rlhf_jax.monitoring.parts import CallWatch, PhaseParts
 from rlhf_jax.monitoring.phases import timed
@@ -20,7 +21,7 @@ from rlhf_jax.state import Observer, RunState, ignore
 from rlhf_jax.training.distill import drafter_age, keep_current
 from rlhf_jax.training.learn import learn, measure_update
 from rlhf_jax.training.prepare import prepare
-from rlhf_jax.types import Models
+from rlhf_jax.types import Memory, Models
 
 
 class Learned(NamedTuple):
@@ -29,6 +30,7 @@ class Learned(NamedTuple):
     models: Models
     metrics: dict[str, float]
     spans: list[Span]  # of inference and training, by the clock of `time.perf_counter`
+    memory: Memory  # of the algorithm
     stage_times: Mapping[str, StageTimes] | None  # of pipelines
 
 
@@ -46,7 +48,8 @@ def step(state: RunState, run: Run, observe: Observer = ignore) -> tuple[RunStat
         metrics["kl/coefficient"] = coefficient
         samples = len(drawn.batch.tokens)
         coefficient = run.next_kl_coefficient(coefficient, metrics["kl/response"], samples)
-    host = drawn.host.after_update(metrics, coefficient, learned.stage_times)
+    host = drawn.host.remember("algorithm", learned.memory)
+    host = host.after_update(metrics, coefficient, learned.stage_times)
     if run.learners and "drafter" in (*learned.models, *run.frozen):
         metrics |= drafter_age(learned.models, host.step, host.distilled_at)
     strategies = []
@@ -67,9 +70,13 @@ def learn_from(drawn: Drawn, state: RunState, run: Run, observe: Observer) -> Le
         with timed("inference", metrics, observe):
             models = run.scoring.models_of(state.models, run.frozen)
             progress = functools.partial(record, "inference")
-            scored, padding = score(drawn.batch, models, run.scoring, drawn.scored, progress)
-            batch, measured = prepare(scored, state.host.kl_coefficient, run.config, drawn.behind)
-            metrics |= measured | {"inference/padding": padding}
+            chosen, metrics_of_choice = algorithm_of(run.config).choose(drawn.batch, run.config)
+            scored, padding = score(chosen, models, run.scoring, drawn.scored, progress)
+            memory = state.host.memory.get("algorithm", {})
+            batch, memory, measured = prepare(
+                scored, state.host.kl_coefficient, run.config, memory, drawn.behind
+            )
+            metrics |= metrics_of_choice | measured | {"inference/padding": padding}
         if drawn.check:
             drawn.check()
         models = state.models
@@ -85,7 +92,7 @@ def learn_from(drawn: Drawn, state: RunState, run: Run, observe: Observer) -> Le
         updates = state.step + ("policy" in run.learners)
         models, distilled = keep_current(models, drawn.batch, run.distillation, updates, alive)
         metrics |= distilled
-    return Learned(models, metrics, spans, times)
+    return Learned(models, metrics, spans, memory, times)
 
 
 def _update(

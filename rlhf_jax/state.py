@@ -16,7 +16,7 @@ from rlhf_jax.generation.requests import GenerationCounts, RoundReport, Sample
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.monitoring.parts import PhaseParts
 from rlhf_jax.placement.pipelined import StageTimes
-from rlhf_jax.types import Models
+from rlhf_jax.types import Memory, Models
 
 # The factor on the weight of earlier response lengths after each policy update.
 KEPT_LENGTHS = 0.5
@@ -184,6 +184,8 @@ class HostState:
     # the plan of calls, and whether the previous step had another one
     plan: str | None = None
     plan_changed: bool = False
+    # what the algorithm and others keep from step to step, by their names
+    memory: Mapping[str, Memory] = dataclasses.field(default_factory=dict)
     # by call, times of pipeline stages as measured by this process; not saved
     stage_times: Mapping[str, StageTimes] | None = None
 
@@ -212,6 +214,10 @@ class HostState:
             stage_times=stage_times,
         )
 
+    def remember(self, name: str, memory: Memory) -> HostState:
+        """Return the state with another memory of that name."""
+        return dataclasses.replace(self, memory={**self.memory, name: memory})
+
     def document(self) -> dict[str, Any]:
         """Return the content of a checkpoint: JSON values and numpy arrays."""
         return {
@@ -223,6 +229,7 @@ class HostState:
             "remat": self.remat,
             "remat_devices": self.remat_devices,
             "plan": self.plan,
+            "memory": dict(self.memory),
         } | (self.generation.document() if self.generation else {})
 
     def restored(self, step: int, document: dict[str, Any]) -> HostState:
@@ -245,6 +252,7 @@ class HostState:
             remat_devices=self.remat_devices,
             plan=self.plan,
             plan_changed=document.get("plan") != self.plan,
+            memory=document.get("memory", {}),
         )
 
 

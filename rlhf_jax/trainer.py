@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from rlhf_jax import iteration
+from rlhf_jax.config.algorithms import algorithm_of
 from rlhf_jax.config.schema import Config
 from rlhf_jax.evaluation import evaluate
 from rlhf_jax.generation.decoding import completed, decoding_models
@@ -222,11 +223,12 @@ def compile_step(state: RunState, run: Run, longest: Sequences, session: Session
     # Weights that move to other devices stay in place: only shapes move.
     models: Models = shapes(state.models)
     scorers = shapes(run.scoring.models_of(models, run.frozen))
-    score_longest = functools.partial(score, longest, scorers, run.scoring)
+    chosen, _ = algorithm_of(run.config).choose(longest, run.config)
+    score_longest = functools.partial(score, chosen, scorers, run.scoring)
 
     def compile_training() -> None:
         scored, _ = score_longest(execute=trace_only)
-        batch, _ = prepare(scored, 0.0, run.config)
+        batch, _, _ = prepare(scored, 0.0, run.config, {})
         compile_update(models, batch, run.learners, state.step)
 
     session.programs.add(functools.partial(score_longest, execute=compile_only), "inference")

@@ -20,6 +20,8 @@ from rlhf_jax.runtime.shards import counted_up
 # An array on the device or, as numpy, on the host. A template of a tree has shapes or shardings in
 # its place.
 Array = jax.Array | np.ndarray
+# What a part of a run keeps from step to step besides models: host arrays by name.
+Memory = Mapping[str, np.ndarray]
 # One transformer block: its weights by their name in the family's table, arrays or other kinds of
 # `model.weight`. In stacked layers every leaf has a leading L.
 Layer = dict[str, Any]

@@ -139,8 +139,6 @@ def advantages(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, f
     penalty in the reward leaves none for the loss.
     """
     metrics = {}
-    if config.algorithm.drop_ratio:
-        batch, metrics = without_confident(batch, config)
     columns = batch.columns
     settings = advantage_config(config)
     mask, estimated, returns, kl = jax.device_get(
@@ -167,9 +165,13 @@ def advantages(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, f
 def without_confident(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, float]]:
     """Mask out the samples of the prompts that the policy is most certain of, and measure that.
 
+    With `drop_ratio` 0 all prompts are trained on, and nothing is measured.
+
     ESRL (Wang et al. 2024) drops prompts by the mean of the largest probability of each step. Here
     it is the probability of the token that was drawn, which generation has in any case: our design.
     """
+    if not config.algorithm.drop_ratio:
+        return batch, {}
     drawn = np.asarray(batch.columns["sampled_logprobs"])
     mask = np.asarray(batch.mask)
     certainty = np.where(mask, np.exp(drawn), 0.0).sum(axis=1) / np.maximum(mask.sum(axis=1), 1)
@@ -296,6 +298,7 @@ GRPO = Algorithm(
     title=title,
     losses={"policy": POLICY_LOSS},
     scores=scores,
+    choose=without_confident,
     prepare=advantages,
     options=GRPOOptions,
     check=check,

@@ -18,10 +18,15 @@ from rlhf_jax.config.checks import require, require_not_negative, require_one_of
 from rlhf_jax.config.schema import Config
 from rlhf_jax.losses.preference import WITHOUT_REFERENCE
 from rlhf_jax.sequences.batch import Sequences
+from rlhf_jax.sequences.columns import declaration
+from rlhf_jax.sequences.ragged import joined, padded, ragged
 from rlhf_jax.training.kinds import GroupLoss
+from rlhf_jax.types import Memory
 
 CHOICES = ("best_and_worst", "best_and_second", "random")
 REFERENCES = ("sft", "previous")
+HISTORIES = ("current", "all")
+READS = ("reference_logprobs", "preference", "top_k_ids")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +48,12 @@ class OnlineDPOOptions(dpo.DPOOptions):
     length_penalty: float = option(
         0.0, "subtracted from an answer's rank for each of its tokens", require_not_negative
     )
+    history: str = option(
+        "current",
+        "pairs that a step trains on: 'current', its own, or 'all' since the run began, which"
+        " checkpoints keep",
+        lambda config, key: require_one_of(config, key, HISTORIES),
+    )
     reference: str = option(
         "sft",
         "of gains: 'sft', the model that the run began with, or 'previous', the policy before the"
@@ -52,9 +63,9 @@ class OnlineDPOOptions(dpo.DPOOptions):
 
 
 def ranked_pairs(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, float]]:
-    """Return the samples with pairs marked by `preference`; the others are masked out.
+    """Return the samples of pairs, marked by `preference`; a pair is a group of its own.
 
-    A pair is a group of its own. Answers of equal reward make none, nor does one without a reward.
+    Answers of equal reward make none, nor does one without a reward.
     """
     options = config.algorithm
     # answers among which a pair is chosen: those of a prompt, or of a prompt and temperature
@@ -65,21 +76,42 @@ def ranked_pairs(batch: Sequences, config: Config) -> tuple[Sequences, dict[str,
     ranks = np.asarray(batch.columns["rewards"]) - options.length_penalty * mask.sum(axis=1)
     random = np.random.default_rng((config.seed, int(batch.columns["sample_ids"][0])))
     pairs = np.array([*_pairs(ranks.reshape(-1, size), options.pair, random)], int).reshape(-1, 2)
-    preference = np.zeros(len(ranks), np.float32)
-    preference[pairs[:, 0]] = 1.0
-    preference[pairs[:, 1]] = -1.0
+    paired = batch.select(pairs.reshape(-1), multiple=2 * config.training.minibatches)
+    signs = np.tile(np.array([1.0, -1.0], np.float32), len(paired.group) // 2)
+    group = np.arange(len(signs), dtype=np.int32) // 2
+    return dataclasses.replace(paired, group=group).with_columns(
+        preference=np.where(paired.mask.any(axis=1), signs, np.float32(0.0))
+    ), _measured(batch, pairs, config)
 
+
+def gains_from(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, float]]:
+    """Return scored pairs with `reference_logprobs`, which may be those of the policy."""
+    del config
     columns = dict(batch.columns)
     del columns["sampled_logprobs"]  # at other temperatures than the loss reads
     if "logprobs" in columns:  # of the policy before the step
         columns["reference_logprobs"] = columns.pop("logprobs")
-    paired = dataclasses.replace(
-        batch,
-        mask=mask & (preference != 0)[:, None],
-        group=np.arange(len(ranks), dtype=np.int32) // size,
-        columns=columns,
-    )
-    return paired.with_columns(preference=preference), _measured(batch, pairs, config)
+    return dataclasses.replace(batch, columns=columns), {}
+
+
+def with_earlier_pairs(
+    batch: Sequences, memory: Memory, config: Config
+) -> tuple[Sequences, Memory]:
+    """Return the pairs of all steps so far, with the log-probs that their gains are measured from.
+
+    The memory is these pairs.
+    """
+    if config.algorithm.history == "current":
+        return batch, {}
+    own = batch.reading(*READS)
+    pairs = own.take(np.flatnonzero(own.mask.any(axis=1)))
+    if memory:
+        pairs = joined(padded(memory, length=0), pairs)
+    multiple = 2 * config.training.minibatches
+    filled = pairs.select(np.arange(len(pairs.group)), multiple)
+    group = np.arange(len(filled.group), dtype=np.int32) // 2
+    whole = {name: one for name, one in batch.columns.items() if declaration(name).per == "batch"}
+    return dataclasses.replace(filled, group=group).with_columns(**whole), ragged(pairs)
 
 
 def _measured(batch: Sequences, pairs: np.ndarray, config: Config) -> dict[str, float]:
@@ -158,11 +190,11 @@ def check(config: Config) -> None:
 
 ONLINE_DPO = Algorithm(
     title=lambda config: f"online {dpo.title(config)}",
-    losses={
-        "policy": GroupLoss(dpo.preferred, reads=("reference_logprobs", "preference", "top_k_ids"))
-    },
+    losses={"policy": GroupLoss(dpo.preferred, reads=READS)},
     scores=scores,
-    prepare=ranked_pairs,
+    choose=ranked_pairs,
+    prepare=gains_from,
+    recall=with_earlier_pairs,
     options=OnlineDPOOptions,
     check=check,
     temperatures=temperatures,

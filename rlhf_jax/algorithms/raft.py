@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import numpy as np
@@ -19,7 +18,7 @@ from rlhf_jax.training.kinds import TokenLoss
 
 
 def best_of_n(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, float]]:
-    """Return the samples with the highest reward of each prompt; the others are masked out.
+    """Return the samples with the highest reward of each prompt.
 
     A prompt whose rewards are equal has none. `best/kl` bounds the KL of best-of-n sampling to the
     policy, log n - (n - 1) / n nats a response (Beirami et al. 2024).
@@ -31,11 +30,11 @@ def best_of_n(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, fl
     high = np.where(known, rewards, -np.inf)
     differ = low.min(axis=1) < high.max(axis=1)  # of equal answers none is best
     chosen = (np.arange(count) == high.argmax(axis=1)[:, None]) & differ[:, None]
-    mask = np.asarray(batch.mask) & chosen.reshape(-1, 1)
     metrics = {"best/kl": math.log(count) - (count - 1) / count}
     if chosen.any():
         metrics["best/reward"] = float(rewards[chosen].mean())
-    return dataclasses.replace(batch, mask=mask), metrics
+    rows = np.flatnonzero(chosen)
+    return batch.select(rows, multiple=config.training.minibatches), metrics
 
 
 def check(config: Config) -> None:
@@ -50,6 +49,6 @@ def check(config: Config) -> None:
 RAFT = Algorithm(
     title="RAFT",
     losses={"policy": TokenLoss(negative_log_likelihood, reads=("top_k_ids",))},
-    prepare=best_of_n,
+    choose=best_of_n,
     check=check,
 )

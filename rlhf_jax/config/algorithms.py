@@ -11,6 +11,7 @@ import numpy as np
 from rlhf_jax.config.schema import Config
 from rlhf_jax.runtime.extensions import Registry, load_named
 from rlhf_jax.sequences.batch import Sequences
+from rlhf_jax.types import Memory
 
 
 def accept(*_: Any) -> None:
@@ -21,6 +22,12 @@ def unchanged(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, fl
     """Return the samples unchanged, without metrics."""
     del config
     return batch, {}
+
+
+def with_memory(batch: Sequences, memory: Memory, config: Config) -> tuple[Sequences, Memory]:
+    """Return the samples and the memory unchanged."""
+    del config
+    return batch, memory
 
 
 def rate_by_rewards(weights: int) -> float:
@@ -44,9 +51,15 @@ class Algorithm:
     losses: Mapping[str, Any]
     # the roles whose models score the samples: one column each
     scores: tuple[str, ...] | Callable[[Config], tuple[str, ...]] = ()
+    # from samples with columns `rewards` and `ended` to those that are scored and trained on, and
+    # metrics; both are on the host
+    choose: Callable[[Sequences, Config], tuple[Sequences, dict[str, float]]] = unchanged
     # from scored samples on the host and the config to the columns that losses read, and metrics;
     # samples have columns `rewards` and `ended`, and `kl_weight`, the penalty per nat of KL
     prepare: Callable[[Sequences, Config], tuple[Sequences, dict[str, float]]] = unchanged
+    # from prepared samples, the memory of earlier steps and the config to the samples that are
+    # trained on, and the memory for later steps
+    recall: Callable[[Sequences, Memory, Config], tuple[Sequences, Memory]] = with_memory
     # a frozen dataclass of `option` fields: the keys of `config.algorithm` besides its name
     options: type | None = None
     # raises ValueError, in one sentence, for a config that the algorithm cannot use

@@ -55,6 +55,13 @@ class Sequences:
             {name: chosen(name, column) for name, column in self.columns.items()},
         )
 
+    def select(self, rows: np.ndarray, multiple: int) -> Sequences:
+        """Return some rows of host arrays, filled up with masked-out ones to a multiple of rows."""
+        missing = max(multiple, len(rows) + -len(rows) % multiple) - len(rows)
+        selected = self.take(np.concatenate([rows, np.zeros(missing, int)]))
+        present = np.arange(len(selected.mask)) < len(rows)
+        return dataclasses.replace(selected, mask=selected.mask & present[:, None])
+
     def first_token(self) -> Sequences:
         """Return sequences of host arrays with the first token under the mask alone."""
         return dataclasses.replace(self, mask=self.mask & (np.cumsum(self.mask, axis=1) == 1))

@@ -11,12 +11,17 @@ from rlhf_jax.config.schema import Config
 from rlhf_jax.inference.logprobs import mismatch
 from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.training.importance import truncated_importance_sampling
+from rlhf_jax.types import Memory
 
 
 def prepare(
-    scored: Sequences, kl_coefficient: float, config: Config, behind: int | None = None
-) -> tuple[Sequences, dict[str, float]]:
-    """Return scored samples with the columns that losses read, and metrics.
+    scored: Sequences,
+    kl_coefficient: float,
+    config: Config,
+    memory: Memory,
+    behind: int | None = None,
+) -> tuple[Sequences, Memory, dict[str, float]]:
+    """Return scored samples with the columns that losses read, the algorithm's memory, and metrics.
 
     behind: the updates since the weights of prefetched samples; None otherwise. Non-finite numbers
     are dropped from the metrics: the update reports them.
@@ -30,4 +35,5 @@ def prepare(
     tempered = algorithm_of(config).temperatures(config)  # drawn at other temperatures
     if drawn_from is not None and now is not None and not (behind or tempered):
         metrics = metrics | mismatch(drawn_from, now, scored.mask)
-    return batch, {name: value for name, value in metrics.items() if math.isfinite(value)}
+    batch, memory = algorithm_of(config).recall(batch, memory, config)
+    return batch, memory, {name: value for name, value in metrics.items() if math.isfinite(value)}

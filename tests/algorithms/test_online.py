@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
+import resuming
 import tiny_run
 
 from rlhf_jax import trainer
 from rlhf_jax.algorithms import grpo, online_dpo, raft
 from rlhf_jax.config import command_line, default
 from rlhf_jax.config.earlier import settled
+from rlhf_jax.runtime.checkpoint import document
 from rlhf_jax.sequences.batch import Sequences
 
 TOKENS = 6
@@ -39,24 +42,28 @@ def batch_of(*rewards: float) -> Sequences:
     )
 
 
-def signs(batch: Sequences) -> list[float]:
-    return np.asarray(batch.columns["preference"]).tolist()
+def pairs_of(batch: Sequences) -> list[tuple[int, int]]:
+    """The ids of the chosen and the rejected sample of each pair, whose group is its own."""
+    ids = np.asarray(batch.columns["sample_ids"])
+    preference = np.asarray(batch.columns["preference"])
+    assert np.array_equal(preference != 0, np.asarray(batch.mask).any(axis=1))
+    groups = [np.flatnonzero(batch.group == group) for group in np.unique(batch.group)]
+    return [
+        (int(ids[rows][preference[rows] > 0][0]), int(ids[rows][preference[rows] < 0][0]))
+        for rows in groups
+        if preference[rows].any()
+    ]
 
 
 @pytest.mark.parametrize(
     ("pair", "expected"),
-    [
-        ("best_and_worst", [-1, 0, 1, 0, 0, 0, 0, 0, 0, 1, -1, 0]),
-        ("best_and_second", [0, -1, 1, 0, 0, 0, 0, 0, 0, 1, -1, 0]),
-    ],
+    [("best_and_worst", [(2, 0), (9, 10)]), ("best_and_second", [(2, 1), (9, 10)])],
 )
 def test_pairs_are_chosen_by_rank_and_equal_ones_dropped(pair, expected):
     batch = batch_of(0, 1, 2, 1, 3, 3, 3, 3, np.nan, 1, 0, np.nan)
     found, metrics = online_dpo.ranked_pairs(batch, config_of("online_dpo", 4, pair=pair))
-    assert signs(found) == expected
+    assert pairs_of(found) == expected
     assert metrics["preference/pairs"] == 2
-    np.testing.assert_array_equal(found.mask.any(axis=1), np.array(expected) != 0)
-    assert np.asarray(found.group).tolist() == [0] * 4 + [1] * 4 + [2] * 4
 
 
 def test_random_pairs_prefer_the_better_and_follow_the_seed():
@@ -65,10 +72,10 @@ def test_random_pairs_prefer_the_better_and_follow_the_seed():
     found, metrics = online_dpo.ranked_pairs(batch, config)
     assert metrics["preference/pairs"] == 8
     rewards = np.asarray(batch.columns["rewards"]).reshape(8, 8)
-    preference = np.array(signs(found)).reshape(8, 8)
-    assert (rewards[preference > 0] > rewards[preference < 0]).all()
-    assert signs(online_dpo.ranked_pairs(batch, config)[0]) == signs(found)
-    assert not np.array_equal(preference.argmax(axis=1), rewards.argmax(axis=1)), (
+    chosen, rejected = np.array(pairs_of(found)).T
+    assert (rewards.flat[chosen] > rewards.flat[rejected]).all()
+    assert pairs_of(online_dpo.ranked_pairs(batch, config)[0]) == pairs_of(found)
+    assert not np.array_equal(chosen % 8, rewards.argmax(axis=1)), (
         "a random pair need not hold the best"
     )
 
@@ -78,27 +85,51 @@ def test_pairs_are_within_a_temperature_unless_asked_otherwise():
     config = config_of("online_dpo", 4, temperatures=(1.0, 0.7))
     assert online_dpo.temperatures(config) == (1.0, 1.0, 0.7, 0.7)
     found, metrics = online_dpo.ranked_pairs(batch, config)
-    assert signs(found) == [-1, 1, -1, 1]
-    assert np.asarray(found.group).tolist() == [0, 0, 1, 1]
+    assert pairs_of(found) == [(1, 0), (3, 2)]
     assert metrics["chosen/temperature"] == metrics["rejected/temperature"] == 0.85
     assert (metrics["chosen/tokens"], metrics["rejected/tokens"]) == (3.0, 2.0)
     config = config_of("online_dpo", 4, temperatures=(1.0, 0.7), across_temperatures=True)
     found, metrics = online_dpo.ranked_pairs(batch, config)
-    assert signs(found) == [-1, 0, 0, 1]
+    assert pairs_of(found) == [(3, 0)]
     assert (metrics["chosen/temperature"], metrics["rejected/temperature"]) == (0.7, 1.0)
 
 
 def test_a_length_penalty_ranks_and_is_no_reward():
     batch = batch_of(1.0, 1.5)
     found, _ = online_dpo.ranked_pairs(batch, config_of("online_dpo", 2, length_penalty=1.0))
-    assert signs(found) == [1, -1]
+    assert pairs_of(found) == [(0, 1)]
     np.testing.assert_array_equal(found.columns["rewards"], batch.columns["rewards"])
+
+
+@pytest.mark.parametrize("minibatches", [1, 3])
+def test_pairs_of_earlier_steps_are_trained_on_and_saved(tmp_path, minibatches):
+    config = config_of("online_dpo", 2, history="all")
+    config.training.minibatches = minibatches
+    memory = {}
+    for step, rewards in enumerate([(0.0, 1.0, 3.0, 2.0), (1.0, 1.0, 1.0, 1.0), (0.0, 1.0)]):
+        batch = batch_of(*rewards)
+        ids = batch.columns["sample_ids"] + np.uint32(10 * step)
+        reference = np.where(batch.mask, -1.0 - step, 0.0).astype(np.float32)
+        batch = batch.with_columns(sample_ids=ids, reference_logprobs=reference)
+        paired, _ = online_dpo.gains_from(online_dpo.ranked_pairs(batch, config)[0], config)
+        found, memory = online_dpo.with_earlier_pairs(paired, memory, config)
+        assert len(found.group) % (2 * minibatches) == 0
+        (tmp_path / "saved").write_text(json.dumps(document.make(memory=memory)))
+        memory = document.read(tmp_path / "saved")["memory"]
+    kept = np.asarray(found.columns["preference"]) != 0
+    assert found.columns["preference"][kept].tolist() == [1.0, -1.0] * 3
+    assert np.asarray(found.mask).sum(axis=1)[kept].tolist() == [2, 1, 3, 4, 2, 1]
+    lowest = np.asarray(found.columns["reference_logprobs"]).min(axis=1)[kept]
+    assert lowest.tolist() == [-1.0] * 4 + [-3.0] * 2, "of the steps that the pairs are from"
+    current = config_of("online_dpo", 2)
+    assert online_dpo.with_earlier_pairs(paired, memory, current) == (paired, {})
 
 
 def test_raft_keeps_the_best_of_each_prompt():
     rewards = (0, 2, 1, np.nan, np.nan, np.nan, 1, 1, 1)
     found, metrics = raft.best_of_n(batch_of(*rewards), config_of("raft", 3))
-    assert np.flatnonzero(found.mask.any(axis=1)).tolist() == [1]
+    assert found.columns["sample_ids"][found.mask.any(axis=1)].tolist() == [1]
+    assert len(found.mask) == 1
     assert metrics["best/reward"] == 2.0
     assert metrics["best/kl"] == pytest.approx(np.log(3) - 2 / 3)
 
@@ -172,6 +203,30 @@ def test_online_dpo_learns_from_what_it_writes(run, tmp_path):
         steps=2,
     )
     assert abs(previous[0]["preference/margin"]) < 1e-4  # policy and reference begin as one
+
+
+@pytest.mark.slow
+def test_killed_while_sampling_ranking_and_training_it_is_uninterrupted(place, monkeypatch):
+    changes = resuming.CHANGES | {
+        "algorithm__name": "online_dpo",
+        "algorithm__history": "all",
+        "algorithm__temperatures": "(1.0, 0.7)",
+        "generation__samples_per_prompt": 4,
+        "generation__resample": 0,
+        "kl__place": "loss",
+        "kl__estimator": "k3",
+        "kl__target": 0.0,
+        "checkpoint__every": 1,
+    }
+    monkeypatch.setattr(resuming, "CHANGES", changes)
+    whole = resuming.run(place, "whole", "none", -1)
+    assert whole.returncode == 0, whole.stderr
+    for event, number in (("generation", 9), ("inference", 3), ("training", 2)):
+        killed = resuming.run(place, "killed", event, number)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+    done = resuming.run(place, "killed", "none", -1)
+    assert "Resuming from step" in done.stdout, done.stderr
+    resuming.check_equal(place / "killed", resuming.left_by(place / "whole"))
 
 
 @pytest.mark.slow
