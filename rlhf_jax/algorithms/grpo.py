@@ -291,6 +291,7 @@ POLICY_LOSS = TokenLoss(
         "sampled_logprobs",
         "advantages",
         "kl_weight",
+        "temperatures",
         "top_k_ids",
     ),
 )

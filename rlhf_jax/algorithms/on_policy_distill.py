@@ -43,7 +43,9 @@ def check(config: Config) -> None:
 
 ON_POLICY_DISTILL = Algorithm(
     title="on-policy distillation",
-    losses={"policy": TokenLoss(reverse_kl, reads=("reference_logprobs", "top_k_ids"))},
+    losses={
+        "policy": TokenLoss(reverse_kl, reads=("reference_logprobs", "temperatures", "top_k_ids"))
+    },
     scores=("reference",),
     check=check,
     rewarded=False,

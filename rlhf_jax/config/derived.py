@@ -54,6 +54,11 @@ def response_tokens(config: Config) -> int:
     return generated if generates(config) else config.data.max_response_tokens
 
 
+def samples_dynamically(config: Config) -> bool:
+    """Return whether the samples of a prompt, or their temperature, depend on its rewards so far."""
+    return bool(config.generation.fewest_samples or config.generation.hottest)
+
+
 def text_tokens(config: Config) -> int:
     """Return the length of the longest prompt and sample, in tokens."""
     return config.data.max_prompt_tokens + response_tokens(config)

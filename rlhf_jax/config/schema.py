@@ -143,6 +143,12 @@ DEFAULTS: dict[str, Any] = {
         "functions": (),
         # reward models: Hugging Face sequence-classification folders, read at the last token
         "models": (),
+        # a reward function whose order of two responses to a prompt labels them: the head of the one
+        # model of reward.models learns from each label once and keeps none; '' for a fixed model
+        "labels": "",
+        # the responses to a prompt that are labelled: 'active', the pair of the least certain
+        # difference, 'deployment', the best and one that may be better, or 'random'
+        "label_choice": "active",
         # preference models: language models that compare the responses to a prompt by pairs and
         # name the better one; a reward is the mean probability of being better than another
         "preference_models": (),
@@ -179,6 +185,12 @@ DEFAULTS: dict[str, Any] = {
         # most additional rollouts to replace prompts whose samples all have the same reward (DAPO's
         # dynamic sampling)
         "resample": 0,
+        # samples of a prompt that the policy has mastered, in place of samples_per_prompt; 0 for
+        # the same number of each prompt. It needs prompts that repeat
+        "fewest_samples": 0,
+        # temperature of a prompt that the policy has mastered, in place of temperature; 0 for the
+        # same of each prompt
+        "hottest": 0.0,
         # longest response, in tokens
         "max_new_tokens": 128,
         # texts that end a response, in addition to the model's stop tokens; they stay in the

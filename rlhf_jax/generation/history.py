@@ -128,14 +128,14 @@ def _count(texts: Iterable[tuple[int, np.ndarray]]) -> int:
 
 def requests(
     prompts: Sequence[np.ndarray],
-    samples_per_prompt: int,
+    samples_per_prompt: int | Sequence[int],
     max_new_tokens: int,
     first_id: int,
     history: History,
     rule: AcceptanceRule,
     repeated: int = 0,
     used: set[int] | None = None,
-    temperatures: tuple[float, ...] = (),
+    temperatures: Sequence[tuple[float, ...]] = (),
 ) -> list[Request]:
     """Make one request per prompt, with consecutive sample ids from `first_id`.
 
@@ -143,20 +143,23 @@ def requests(
     no draft stems from the noise that accepts it, and none is `repeated`. Else of each prompt's
     samples up to `repeated` take the ids of its latest responses, and so their noise: they can be
     replayed, and are no fresh draws. Ids in `used` are not taken again, and those taken are added
-    to it. temperatures: as a request has them.
+    to it. samples_per_prompt: of all prompts or of each. temperatures: of each prompt's samples,
+    as a request has them.
     """
     if rule.depends_on_drafts:
         first_id = max(first_id, history.unused_id)
         repeated = 0
     requests_ = []
     used = set() if used is None else used
+    counts = np.broadcast_to(samples_per_prompt, len(prompts)).tolist()
+    firsts = first_id + np.cumsum([0, *counts])
     for index, prompt in enumerate(prompts):
         texts = history.of(prompt)
         unused = [sample_id for sample_id in texts if sample_id not in used]
         again = unused[-repeated:] if repeated else []
         used |= set(again)
-        first = first_id + index * samples_per_prompt
-        fresh = range(first + len(again), first + samples_per_prompt)
+        first = int(firsts[index])
+        fresh = range(first + len(again), first + counts[index])
         ids = (*again, *fresh)
         requests_.append(
             Request(
@@ -165,7 +168,7 @@ def requests(
                 max_new_tokens,
                 history=tuple(texts.values()),
                 earlier=texts,
-                temperatures=temperatures,
+                temperatures=temperatures[index] if temperatures else (),
                 others=history.of_others(prompt),
             )
         )

@@ -14,6 +14,7 @@ import numpy as np
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation import precompile
 from rlhf_jax.generation.assignment import AssignmentPolicy
+from rlhf_jax.generation.capability import DynamicSampling
 from rlhf_jax.generation.engine import IdleWork, generate
 from rlhf_jax.generation.precompile import BackgroundCompiler
 from rlhf_jax.generation.reallocation.planner import ClusterView, Reallocation
@@ -60,6 +61,8 @@ class GenerationSettings:
     max_new_tokens: int
     # of each sample of a prompt; none where all have that of `decoding`
     temperatures: tuple[float, ...] = ()
+    # shares samples and temperatures out by capability; None: prompts have equal shares
+    dynamic: DynamicSampling | None = None
     # more roll-outs, at most, in place of prompts without signal
     resample: int = 0
     # most samples of a prompt that repeat the noise of earlier ones

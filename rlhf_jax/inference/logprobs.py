@@ -16,6 +16,7 @@ from rlhf_jax.models.attention import causal_on
 from rlhf_jax.models.columns import map_tokens
 from rlhf_jax.models.kernels import token_logprobs as token_logprobs_kernel
 from rlhf_jax.models.transformer import cast, forward, logits
+from rlhf_jax.sequences.batch import PackedSequences
 from rlhf_jax.types import Array, Model
 
 CHUNK = 512  # tokens per device whose logits exist at a time
@@ -132,6 +133,17 @@ def head_logprobs(
     measure = functools.partial(_logprobs_of_block, temperature=temperature, entropy=entropy)
     arrays = (hidden, tokens, mask, top_k_ids)
     return map_tokens(measure, model, arrays, chunk, layout, head_dtype, wanted=mask)
+
+
+def tempered_states(hidden: jax.Array, batch: PackedSequences, temperature: float) -> jax.Array:
+    """Return hidden states [S, W, M] such that `temperature` gives the law that samples are of.
+
+    Logits are linear in the states, so a sample's own temperature scales its states.
+    """
+    own = batch.columns.get("temperatures")
+    if own is None:
+        return hidden
+    return hidden * jnp.where(batch.mask, temperature / own, 1.0).astype(hidden.dtype)[..., None]
 
 
 def _logprobs_of_block(

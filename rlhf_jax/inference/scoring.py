@@ -13,7 +13,7 @@ import numpy as np
 
 from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
-from rlhf_jax.inference.logprobs import CHUNK, head_logprobs
+from rlhf_jax.inference.logprobs import CHUNK, head_logprobs, tempered_states
 from rlhf_jax.inference.values import head_values
 from rlhf_jax.mesh import ONE_DEVICE, Layout, place_rows
 from rlhf_jax.models.attention import packed_block
@@ -29,7 +29,7 @@ from rlhf_jax.sequences.columns import score_column
 from rlhf_jax.sequences.packing import Extent, Packed, pack, padding_share, unpack
 from rlhf_jax.types import Model, Models
 
-READ = ("top_k_ids",)  # the columns that scoring reads
+READ = ("top_k_ids", "temperatures")  # the columns that scoring reads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +121,7 @@ def score_packed(
         return head_values(model, hidden, batch.mask)
     return head_logprobs(
         model,
-        hidden,
+        tempered_states(hidden, batch, temperature),
         batch.targets,
         batch.mask,
         top_k_ids=batch.columns.get("top_k_ids"),

@@ -135,6 +135,7 @@ def _columns(
         "reference_logprobs": "reference" in scorers,
         "values": "critic" in scorers,
         "top_k_ids": bool(config.generation.top_k),
+        "temperatures": derived.samples_dynamically(config),
     }
     columns = {}
     for name in reads:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -39,20 +41,49 @@ class OnePassReward:
     labels: int = 0  # learned from so far
 
     @classmethod
-    def begin(cls, features: int, regularizer: float = 1.0, rate: float = 1.0) -> OnePassReward:
+    def begin(
+        cls,
+        features: int,
+        regularizer: float = 1.0,
+        rate: float = 1.0,
+        theta: np.ndarray | None = None,
+    ) -> OnePassReward:
         """Return the model of no label, whose Hessian is `regularizer` times the identity.
 
-        Raises ValueError above CG_ABOVE features, for which `cg_step` is.
+        theta: [d], to start from; zeros by default. Above CG_ABOVE features no matrix is kept, and
+        only `cg_step` learns.
         """
         if regularizer <= 0 or rate <= 0:
             raise ValueError(f"regularizer is {regularizer} and rate {rate}; give numbers above 0.")
-        if features > CG_ABOVE:
-            raise ValueError(
-                f"A matrix of {features} x {features} features would be kept; above {CG_ABOVE} use"
-                " cg_step, which keeps none."
-            )
-        inverse = np.asfortranarray(np.eye(features) / regularizer)
-        return cls(np.zeros(features), inverse, rate, np.zeros(features))
+        kept = features if features <= CG_ABOVE else 0
+        start = np.zeros(features) if theta is None else np.array(theta, np.float64)
+        inverse = np.asfortranarray(np.eye(kept) / regularizer)
+        return cls(start, inverse, rate, start.copy())
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Return all of it as arrays for a checkpoint."""
+        return {
+            "theta": self.theta.copy(),
+            "inverse": self.inverse[np.triu_indices(len(self.inverse))],
+            "rate": np.array(self.rate),
+            "total": self.total.copy(),
+            "labels": np.array(self.labels),
+        }
+
+    @classmethod
+    def restored(cls, state: Mapping[str, np.ndarray]) -> OnePassReward:
+        """Return what `state` saved; it shares nothing with it."""
+        upper = np.asarray(state["inverse"])
+        kept = (math.isqrt(8 * len(upper) + 1) - 1) // 2
+        inverse = np.zeros((kept, kept), order="F")
+        inverse[np.triu_indices(kept)] = upper
+        return cls(
+            np.array(state["theta"], np.float64),
+            inverse,
+            float(state["rate"]),
+            np.array(state["total"], np.float64),
+            int(state["labels"]),
+        )
 
     def learn(self, differences: np.ndarray, labels: np.ndarray) -> None:
         """Learn from labels in their order: differences [n, d], labels [n] of 1 or 0.
@@ -61,6 +92,11 @@ class OnePassReward:
         these do not fit each other, and then learns nothing.
         """
         blas: Any = importlib.import_module("scipy.linalg.blas")  # takes half a second
+        if not len(self.inverse):
+            raise ValueError(
+                f"There are {len(self.theta)} features; above {CG_ABOVE} no matrix of them is kept:"
+                " use cg_step."
+            )
         differences = np.asarray(differences, np.float64)
         if differences.shape != (len(labels), len(self.theta)):
             raise ValueError(
@@ -86,7 +122,7 @@ class OnePassReward:
 
     @property
     def average(self) -> np.ndarray:
-        """Return the mean of all iterates, the first one's zeros included: [d]."""
+        """Return the mean of all iterates, the first one included: [d]."""
         return self.total / (1 + self.labels)
 
     def rewards(self, features: np.ndarray) -> np.ndarray:

@@ -62,6 +62,14 @@ class Sequences:
         present = np.arange(len(selected.mask)) < len(rows)
         return dataclasses.replace(selected, mask=selected.mask & present[:, None])
 
+    def spread(self, places: np.ndarray, rows: int) -> Sequences:
+        """Return host arrays with each row at its place among `rows`, masked-out ones elsewhere."""
+        source = np.zeros(rows, int)
+        source[places] = np.arange(len(places))
+        present = np.isin(np.arange(rows), places)
+        spread = self.take(source)
+        return dataclasses.replace(spread, mask=spread.mask & present[:, None])
+
     def first_token(self) -> Sequences:
         """Return sequences of host arrays with the first token under the mask alone."""
         return dataclasses.replace(self, mask=self.mask & (np.cumsum(self.mask, axis=1) == 1))

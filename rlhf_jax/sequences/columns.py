@@ -28,6 +28,7 @@ COLUMNS = {
     # from generation
     "sampled_logprobs": Column("token", "float32", f"log p of a token as it was drawn, {_NATS}"),
     "top_k_ids": Column("token", "int32", "the set that it was drawn from, -1 absent", width=True),
+    "temperatures": Column("token", "float32", "the temperature that the sample was drawn at"),
     "sample_ids": Column("sequence", "uint32", "the samples' ids, which name their noise"),
     # from scoring models
     "logprobs": Column("token", "float32", f"log p by the policy before the update, {_NATS}"),

@@ -125,13 +125,16 @@ def line_lengths(
 ) -> tuple[int, ...]:
     """Return the lengths of lines, one or two, the shorter one first.
 
-    longest: most tokens of a sequence; indivisible: most tokens that must be in one line. The
-    remainder of long lines goes into short ones. A line has whole blocks of at most `block` tokens.
+    longest: most tokens of a sequence; indivisible: most tokens that must be in one line. A long
+    line has room for whole groups of the largest size, since it can hold no part of one; its
+    remainder goes into short ones. A line has whole blocks of at most `block` tokens.
     """
     least = max(longest, indivisible)
+    unit = indivisible or 1
     most = rows_of_shard(extent.rows, row_shards) * longest
     expected = (extent.tokens or most * LONG * row_shards) // row_shards
-    most = _whole_blocks(max(least, min(most, expected // LONG)), block)
+    units = min(most // unit, -(-expected // (LONG * unit)))
+    most = _whole_blocks(max(least, units * unit), block)
     if not 0 < extent.prompt_tokens * PROMPTS <= longest:
         group = extent.group_tokens if extent.group_tokens * GROUPS <= expected else 0
         least = max(least, group, expected // SHORT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.generation.assignment import AssignmentPolicy
+from rlhf_jax.generation.capability import capabilities
 from rlhf_jax.generation.history import requests
 from rlhf_jax.generation.reallocation import forecasts
 from rlhf_jax.generation.reallocation.forecasts import LengthForecasts
@@ -42,6 +44,7 @@ class RewardedSamples:
 
     samples: list[Sample]
     responses: list[Response]
+    places: np.ndarray  # [B] int, among samples_per_prompt rows for each prompt
     rewards: np.ndarray  # [B] float32, NaN where scoring failed and such samples are dropped
     clipped: np.ndarray  # [B] float32, the rewards as trained on
     ended: np.ndarray  # [B] bool: the response ends with a stop token, and was not cut off
@@ -49,16 +52,25 @@ class RewardedSamples:
     # start and end of the reward computation, by the clock of `time.perf_counter`
     rewarded: tuple[float, float]
 
-    def take(self, rows: np.ndarray) -> RewardedSamples:
-        """Return some of the samples; the metrics stay."""
+    def of_prompts(self, chosen: np.ndarray, group: int) -> RewardedSamples:
+        """Return the samples of some prompts, with `group` places each; the metrics stay."""
+        rows = np.flatnonzero(np.isin(self.places // group, chosen))
+        prompts = np.searchsorted(chosen, self.places[rows] // group)
         return dataclasses.replace(
             self,
             samples=[self.samples[row] for row in rows],
             responses=[self.responses[row] for row in rows],
+            places=prompts * group + self.places[rows] % group,
             rewards=self.rewards[rows],
             clipped=self.clipped[rows],
             ended=self.ended[rows],
         )
+
+    def by_prompt(self, group: int) -> np.ndarray:
+        """Return the rewards as trained on, [P, group], NaN at places without a sample."""
+        rewards = np.full((self.places[-1] // group + 1) * group, np.nan, np.float32)
+        rewards[self.places] = self.clipped
+        return rewards.reshape(-1, group)
 
 
 @dataclasses.dataclass
@@ -92,16 +104,17 @@ class RollOut:
         settings = self.settings
         before = remembered(self.host).training
         with timed("generation", self.metrics, self.observe):
+            counts, temperatures = self._shares(rows)
             wanted = requests(
                 [self.prompts.tokens[row] for row in rows],
-                settings.samples_per_prompt,
+                counts,
                 settings.max_new_tokens,
                 first_id=first_id,
                 history=before.history,
                 rule=settings.decoding.rule,
                 repeated=settings.repeated_noise,
                 used=self.repeated_ids,
-                temperatures=settings.temperatures,
+                temperatures=temperatures,
             )
             self.row_of = {request.id: row for request, row in zip(wanted, rows, strict=True)}
             return generate_samples(
@@ -122,7 +135,9 @@ class RollOut:
         with timed("inference", self.metrics, self.observe):
             if self.queue and self.rewards.models:
                 self.scored = self._scored_by_all(self.queue)
-            prompt_rows = np.repeat(rows, settings.samples_per_prompt)
+            groups = itertools.groupby(samples, key=lambda sample: sample.request.id)
+            counts = [len(list(own)) for _, own in groups]
+            prompt_rows = np.repeat(rows, counts)
             responses = responses_of(samples, self.prompts, prompt_rows, self.rewards.tokenizer)
             began = time.perf_counter()
             known = self._known_results(samples)
@@ -130,7 +145,11 @@ class RollOut:
             rewarded = (began, time.perf_counter())
         ended = np.array([settings.decoding.ended_itself(sample.tokens) for sample in samples])
         clipped = self.rewards.clip(rewards, ended)
-        return RewardedSamples(samples, responses, rewards, clipped, ended, metrics, rewarded)
+        most = settings.samples_per_prompt
+        places = [index * most + place for index, own in enumerate(counts) for place in range(own)]
+        return RewardedSamples(
+            samples, responses, np.array(places), rewards, clipped, ended, metrics, rewarded
+        )
 
     def close(
         self, samples: list[Sample], drafter: Model | None
@@ -157,6 +176,17 @@ class RollOut:
             "response/length_mean": float(np.mean([len(sample.tokens) for sample in samples])),
         }
         return RolloutStats(counts, selector), spans, metrics
+
+    def _shares(self, rows: np.ndarray) -> tuple[Sequence[int] | int, list[tuple[float, ...]]]:
+        """Return the number of samples of each prompt, and their temperatures if they vary."""
+        settings = self.settings
+        if settings.dynamic is None:
+            own = settings.temperatures
+            return settings.samples_per_prompt, [own] * len(rows) if own else []
+        known = capabilities(self.host.memory.get("capability", {}), rows)
+        counts = settings.dynamic.samples(known).tolist()
+        warm = settings.dynamic.temperatures(known).tolist()
+        return counts, [(own,) * count for own, count in zip(warm, counts, strict=True)]
 
     def _note(self, report: RoundReport) -> None:
         """Record a round of generation, and pass it on."""

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 
 from rlhf_jax.data.batches import PromptStream
+from rlhf_jax.generation.capability import after_visit, capabilities
 from rlhf_jax.generation.decoding import decoding_models, decoding_weights
 from rlhf_jax.generation.requests import Request, Sample, as_sequences
 from rlhf_jax.generation.speculative.round import ModelPair
@@ -58,27 +59,34 @@ class Rollouts:
         group = settings.samples_per_prompt
         position = host.position
         draws: list[RewardedSamples] = []
+        visited: list[np.ndarray] = []
         for attempt in range(settings.resample + 1):
             rows, position = self.stream.batches.take(position)
             first_id = before.next_id + sum(len(draw.samples) for draw in draws)
             name = f"step {state.step} attempt {attempt}"
             samples = work.generate(models, rows, first_id, name)
             draws.append(work.reward(samples, rows))
-            whole = _join(draws)
-            differ = groups_with_signal(whole.clipped, group)
+            visited.append(rows)
+            whole = _join(draws, settings.prompts_per_step * group)
+            differ = groups_with_signal(whole.by_prompt(group).reshape(-1), group)
             if differ.sum() >= settings.prompts_per_step:
                 break
         # prompts whose rewards differ, in order; the first others fill up if they are too few
         chosen = np.sort(
             np.argsort(np.logical_not(differ), kind="stable")[: settings.prompts_per_step]
         )
-        kept = (chosen[:, None] * group + np.arange(group)).reshape(-1)
+        kept = whole.of_prompts(chosen, group)
         stats, spans, metrics = work.close(whole.samples, models[1])
-        samples = [whole.samples[row] for row in kept]
         next_id = before.next_id + len(whole.samples)
+        after = host.after_draw(position, before.after(kept.samples, stats, next_id))
+        if settings.dynamic:
+            known = host.memory.get("capability", {})
+            rows = np.concatenate(visited)
+            metrics["capability/mean"] = float(capabilities(known, rows).mean())
+            after = after.remember("capability", after_visit(known, rows, whole.by_prompt(group)))
         drawn = self.drawn(
-            whole.take(kept),
-            host.after_draw(position, before.after(samples, stats, next_id)),
+            kept,
+            after,
             metrics | self.measured(whole, attempts=len(draws)),
             began=work.record.began,
             spans=spans,
@@ -120,14 +128,27 @@ class Rollouts:
         spans: list[Span],
     ) -> Drawn:
         """Return rewarded samples in the form that a step reads."""
-        batch = as_sequences(rewarded.samples, self.settings.decoding.max_length)
+        settings = self.settings
+        batch = as_sequences(rewarded.samples, settings.decoding.max_length).with_columns(
+            rewards=rewarded.clipped, ended=rewarded.ended
+        )
+        if settings.dynamic:
+            group = settings.samples_per_prompt
+            drawn_at = [
+                settings.decoding.temperature_of(one.request, one.sample_id)
+                for one in rewarded.samples
+            ]
+            by_token = np.broadcast_to(np.array(drawn_at, np.float32)[:, None], batch.mask.shape)
+            batch = batch.with_columns(temperatures=by_token)
+            batch = batch.spread(rewarded.places, settings.prompts_per_step * group)
+            batch = batch.with_columns(rewards=rewarded.by_prompt(group).reshape(-1))
         count = len(rewarded.samples)
         of_rewards = [
             Span(lane, "inference", *rewarded.rewarded, count, "reward_inference", 0)
             for lane in self.reward_lanes
         ]
         return Drawn(
-            batch.with_columns(rewards=rewarded.clipped, ended=rewarded.ended),
+            batch,
             host,
             metrics,
             table_of(rewarded.responses, rewarded.rewards if self.rewards.function else None),
@@ -144,7 +165,8 @@ class Rollouts:
         }
         if self.rewards.function is None:
             return metrics
-        differ = groups_with_signal(drawn.clipped, self.settings.samples_per_prompt)
+        group = self.settings.samples_per_prompt
+        differ = groups_with_signal(drawn.by_prompt(group).reshape(-1), group)
         return metrics | {
             "generation/groups_without_signal": float(1 - differ.mean()),
             "reward/mean": float(np.nanmean(drawn.rewards)),
@@ -178,8 +200,11 @@ class Rollouts:
         )
 
 
-def _join(draws: Sequence[RewardedSamples]) -> RewardedSamples:
-    """Join several roll-outs; of metrics, failures add up, and the rest are means."""
+def _join(draws: Sequence[RewardedSamples], places: int) -> RewardedSamples:
+    """Join several roll-outs of so many places each.
+
+    Of metrics, failures add up, and the rest are means.
+    """
     names = dict.fromkeys(name for draw in draws for name in draw.metrics)
     metrics = {}
     for name in names:
@@ -188,6 +213,7 @@ def _join(draws: Sequence[RewardedSamples]) -> RewardedSamples:
     return RewardedSamples(
         samples=[sample for draw in draws for sample in draw.samples],
         responses=[response for draw in draws for response in draw.responses],
+        places=np.concatenate([draw.places + places * i for i, draw in enumerate(draws)]),
         rewards=np.concatenate([draw.rewards for draw in draws]),
         clipped=np.concatenate([draw.clipped for draw in draws]),
         ended=np.concatenate([draw.ended for draw in draws]),

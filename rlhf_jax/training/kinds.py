@@ -15,7 +15,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.inference.logprobs import head_logprobs
+from rlhf_jax.inference.logprobs import head_logprobs, tempered_states
 from rlhf_jax.inference.values import head_values
 from rlhf_jax.sequences.batch import PackedSequences
 from rlhf_jax.sequences.columns import declaration
@@ -164,7 +164,7 @@ def token_terms(
     """Compute the log-probabilities of the predicted tokens, and entropies if required."""
     logprobs, entropy = head_logprobs(
         model,
-        hidden,
+        tempered_states(hidden, batch, settings.temperature),
         batch.targets,
         batch.mask,
         top_k_ids=batch.columns.get("top_k_ids"),
