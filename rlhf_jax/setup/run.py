@@ -17,10 +17,8 @@ from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.inference.scoring import ScoringSettings
 from rlhf_jax.placement.lanes import lanes_of
 from rlhf_jax.rewards.combination import EagerScorer, Scorer, Term, weighted
-from rlhf_jax.rewards.models import RewardModel, model_scorer
-from rlhf_jax.rewards.preferences import PreferenceModel, preference_scorer
-from rlhf_jax.rewards.samples import Rewards, penalise_and_clip
-from rlhf_jax.rewards.sharing import shared_out
+from rlhf_jax.rewards.models import PreferenceModel, RewardModel, model_scorer, preference_scorer
+from rlhf_jax.rewards.samples import Rewards, penalise_and_clip, shared_out
 from rlhf_jax.rewards.sources import source_of, term_names
 from rlhf_jax.run import EvaluationSettings, Run
 from rlhf_jax.runtime.compilation import Programs

@@ -25,7 +25,7 @@ from rlhf_jax.monitoring.meanings import meaning_of
 from rlhf_jax.placement.pipelined import check_pipelines, is_pipelined
 from rlhf_jax.placement.plan import Plan
 from rlhf_jax.placement.presets import plan_of
-from rlhf_jax.rewards.signatures import Signature
+from rlhf_jax.rewards.functions import Signature
 from rlhf_jax.rewards.sources import check_sources
 from rlhf_jax.runtime import mirror
 from rlhf_jax.setup.data_checks import check_data
