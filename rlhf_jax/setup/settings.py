@@ -66,7 +66,7 @@ def generation_settings(spec: RunSpec, programs: Programs) -> GenerationSettings
             model
             for call in derived.calls(config)
             for model in spec.models.scorers([call])
-            if call != "reward_inference" or model.scalar_head  # others compare, all at once
+            if not derived.compares(call, model)  # pairs are read when all responses are there
         ]
         flops = sum(prior.work(model, layout.dtype.itemsize).token_flops for model in models)
         devices = layout.extent(AXES) / layout.slices
