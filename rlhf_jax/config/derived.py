@@ -59,7 +59,7 @@ def text_tokens(config: Config) -> int:
     return config.data.max_prompt_tokens + response_tokens(config)
 
 
-def compares(call: str, model: ModelConfig) -> bool:
+def compares_pairs(call: str, model: ModelConfig) -> bool:
     """Return whether a model reads pairs of responses in a call: a language model among rewards."""
     return call == "reward_inference" and not model.scalar_head
 
@@ -67,7 +67,7 @@ def compares(call: str, model: ModelConfig) -> bool:
 def reward_tokens(config: Config, model: ModelConfig) -> int:
     """Return the tokens of the longest text of a reward's model, padded to whole buckets."""
     bucket = config.training.length_bucket
-    second = response_tokens(config) if compares("reward_inference", model) else 0
+    second = response_tokens(config) if compares_pairs("reward_inference", model) else 0
     tokens = text_tokens(config) + second
     return -(-tokens // bucket) * bucket
 
