@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -151,14 +152,9 @@ def _rewards(spec: RunSpec, stack: contextlib.ExitStack, alive: Callable[[], Non
     rows = derived.microbatch_rows(config)
     bucket = config.training.length_bucket
     loaded = [(source, load_idle(source, layout, config)) for source in spec.rewards]
-    readers = [
-        RewardModel(*model, rows=rows, length_bucket=bucket)
-        for model in loaded[: len(reward.models)]
-    ]
-    judges = [
-        PreferenceModel(*model, rows=rows, length_bucket=bucket)
-        for model in loaded[len(reward.models) :]
-    ]
+    count = len(reward.models)
+    readers = [RewardModel(source, model, rows, bucket) for source, model in loaded[:count]]
+    judges = [PreferenceModel(source, model, rows, bucket) for source, model in loaded[count:]]
     models = dict(zip(names[len(reward.functions) :], readers, strict=False))
     functions = [
         stack.enter_context(source_of(function).open(function, config, alive))
@@ -170,7 +166,7 @@ def _rewards(spec: RunSpec, stack: contextlib.ExitStack, alive: Callable[[], Non
     compared = [preference_scorer(model, layout) for model in judges]
     scorers = [*map(shared_out, functions), *read, *compared]
     weights = map(float, reward.weights or (1.0,) * len(scorers))
-    terms = [Term(*term) for term in zip(names, weights, scorers, strict=True)]
+    terms = [*itertools.starmap(Term, zip(names, weights, scorers, strict=True))]
     function = functools.partial(weighted, terms) if terms else None
     clip = functools.partial(penalise_and_clip, missing_end=reward.missing_end, clip=reward.clip)
     return Rewards(

@@ -111,8 +111,14 @@ def _check_columns(config: Config) -> None:
 def check_generation(config: Config) -> None:
     """Check the sampling options and the number of rows."""
     generation = config.generation
-    of_samples = ("prompts_per_step", "samples_per_prompt", "max_new_tokens", "temperature")
-    positive = (*of_samples, "max_rows", "min_rows")
+    positive = (
+        "prompts_per_step",
+        "samples_per_prompt",
+        "max_new_tokens",
+        "temperature",
+        "max_rows",
+        "min_rows",
+    )
     require_positive(config, *(f"generation.{name}" for name in positive))
     not_negative = ("history_tokens", "resample", "repeated_noise")
     require_not_negative(config, *(f"generation.{name}" for name in not_negative))

@@ -260,8 +260,9 @@ def _check_aggregate(config: Config) -> None:
 def _check_roles(config: Config) -> None:
     """Check that no critic has the name of another model, a stage, or a folder of a run."""
     roles = {*derived.critics(config), *algorithm_of(config).losses}
-    others = ("generation", "reference", "reward", "student")
-    for name in (*others, "best", "checkpoints", "post-mortem", "profile", "sinks"):
+    calls = ("generation", "reference", "reward", "student")
+    folders = ("best", "checkpoints", "post-mortem", "profile", "sinks")
+    for name in calls + folders:
         require(
             name not in roles,
             f"algorithm {config.algorithm.name!r} has a critic called {name!r}, as something else"

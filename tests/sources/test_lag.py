@@ -35,7 +35,7 @@ from rlhf_jax.setup import sample_checks
 from rlhf_jax.setup.run_spec import date_of_run, prepare, register_own
 from rlhf_jax.sources import rollouts
 from rlhf_jax.sources.ahead import RolloutsAhead, samples_ahead
-from rlhf_jax.training.importance import importance_weights, truncated_importance_sampling
+from rlhf_jax.training.prepare import importance_weights, truncated_importance_sampling
 from rlhf_jax.types import ModelConfigs
 
 launch = runpy.run_path(str(ROOT / "launch" / "train.py"), run_name="launch")
