@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.data.comparisons import LETTERS, compare
+from rlhf_jax.data.rendering import Message
+from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.mesh import ONE_DEVICE, Layout, place_rows, rows_of_shard
 from rlhf_jax.models.attention import causal_on
 from rlhf_jax.models.files.sizes import token_id
@@ -143,20 +145,27 @@ def model_scorer(reward_model: RewardModel, layout: Layout = ONE_DEVICE) -> Scor
 def _conversation(reward_model: RewardModel, response: Response) -> list[int] | str:
     """Return the conversation's token ids up to the scored one, or the reason of a failure."""
     source = reward_model.source
-    tokenizer = source.tokenizer
     messages = [*response.messages, {"role": "assistant", "content": response.response}]
-    try:
-        if tokenizer.template is None:
-            tokens = tokenizer.encode("".join(message["content"] for message in messages))
-        else:
-            tokens = tokenizer.encode_chat(messages, add_generation_prompt=False)
-    except ValueError as error:
-        return f"could not be rendered: {error}"
+    tokens = _encoded(source.tokenizer, messages, add_generation_prompt=False)
+    if isinstance(tokens, str):
+        return tokens
     while tokens and tokens[-1] == reward_model.padding:
         tokens.pop()
     if 0 < len(tokens) <= source.config.max_context:
         return tokens
     return f"has {len(tokens)} tokens, the context is 1 to {source.config.max_context}"
+
+
+def _encoded(
+    tokenizer: Tokenizer, messages: Sequence[Message], add_generation_prompt: bool
+) -> list[int] | str:
+    """Return a chat's token ids, or why it has none; without a template its texts are joined."""
+    try:
+        if tokenizer.template is None:
+            return tokenizer.encode("".join(message["content"] for message in messages))
+        return tokenizer.encode_chat(messages, add_generation_prompt=add_generation_prompt)
+    except ValueError as error:
+        return f"could not be rendered: {error}"
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "letters"))
@@ -253,18 +262,11 @@ def preference_scorer(preference_model: PreferenceModel, layout: Layout = ONE_DE
 
 def _comparison(source: Source, first: Response, second: Response) -> list[int] | str:
     """Return the token ids of a comparison, or why it cannot be read."""
-    tokenizer = source.tokenizer
     # as in the rows that the model learned from, without a system message of the config
     prompt = first.row.get("prompt", first.messages)
     text = compare(prompt, first.response, second.response)
-    try:
-        if tokenizer.template is None:
-            tokens = tokenizer.encode(text)
-        else:
-            messages = [{"role": "user", "content": text}]
-            tokens = tokenizer.encode_chat(messages, add_generation_prompt=True)
-    except ValueError as error:
-        return f"could not be rendered: {error}"
-    if len(tokens) < source.config.max_context:
+    messages = [{"role": "user", "content": text}]
+    tokens = _encoded(source.tokenizer, messages, add_generation_prompt=True)
+    if isinstance(tokens, str) or len(tokens) < source.config.max_context:
         return tokens
     return f"makes a comparison of {len(tokens)} tokens, the context is {source.config.max_context}"

@@ -109,7 +109,7 @@ def _check_columns(config: Config) -> None:
 
 
 def check_generation(config: Config) -> None:
-    """Check the sampling options and the number of rows."""
+    """Check the sampling options, the number of rows, the drafting strategy and the drafter."""
     generation = config.generation
     positive = (
         "prompts_per_step",
@@ -133,9 +133,11 @@ def check_generation(config: Config) -> None:
         f"generation.stop_strings is {generation.stop_strings}; it must hold texts, none empty.",
     )
     require_one_of(config, "generation.acceptance", tuple(RULES))
+    _check_strategy(config)
+    _check_drafter(config)
 
 
-def check_strategy(config: Config) -> None:
+def _check_strategy(config: Config) -> None:
     """Check that the drafting strategy has the drafts and the noise that it needs."""
     generation = config.generation
     repeated = generation.repeated_noise
@@ -164,7 +166,7 @@ def check_strategy(config: Config) -> None:
     )
 
 
-def check_drafter(config: Config) -> None:
+def _check_drafter(config: Config) -> None:
     """Check that a learning drafter is a student, has a use and has samples."""
     drafter = config.drafter
     generation = config.generation

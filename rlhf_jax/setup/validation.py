@@ -30,11 +30,9 @@ from rlhf_jax.rewards.sources import check_sources, term_names
 from rlhf_jax.runtime import mirror
 from rlhf_jax.setup.sample_checks import (
     check_data,
-    check_drafter,
     check_fused_inference,
     check_generation,
     check_lag,
-    check_strategy,
     slices_key,
 )
 from rlhf_jax.training.optimizer import SCHEDULES
@@ -67,8 +65,6 @@ def validate(config: Config, num_devices: int, num_processes: int = 1) -> dict[s
     check_data(config)
     if derived.generates(config):
         check_generation(config)
-        check_strategy(config)
-        check_drafter(config)
     else:
         require_positive(config, "data.rows_per_step", "data.max_response_tokens")
     _check_evaluation(config)
