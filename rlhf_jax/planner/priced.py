@@ -31,8 +31,8 @@ from rlhf_jax.planner.search.schedule import (
     steady_seconds,
 )
 from rlhf_jax.setup import validation
-from rlhf_jax.setup.calls import place_calls
-from rlhf_jax.setup.generation_checks import check_lag
+from rlhf_jax.setup.run_spec import place_calls
+from rlhf_jax.setup.sample_checks import check_lag
 from rlhf_jax.types import ModelConfigs
 
 MESH = "mesh"  # name of the plan in which all calls have the config's mesh

@@ -59,7 +59,7 @@ def scores(calls: PlacedCalls, call: str, model: ModelConfig) -> CallProgram:
     if rewards:
         passes = passes._replace(tokens=derived.reward_tokens(config, model), predicted=1)
 
-    letters = None if model.scalar_head else (0, 1)  # any two tokens of a preference model
+    letters = (0, 1) if derived.compares_pairs(call, model) else None  # any two tokens
 
     def run_scores(execute: Execute, _: int) -> object:
         weights = shapes.model_shapes(model, run.layout)

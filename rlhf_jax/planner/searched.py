@@ -22,7 +22,7 @@ from rlhf_jax.planner.pipelined_plans import (
 from rlhf_jax.planner.planned import Planned
 from rlhf_jax.planner.priced import MESH, FoundPlan, PlanPrices, PricedPlan
 from rlhf_jax.setup import validation
-from rlhf_jax.setup.generation_checks import check_lag
+from rlhf_jax.setup.sample_checks import check_lag
 
 SEARCH_SECONDS = 60.0  # CPU seconds to find and prove a plan
 FACTORS = (0.5, 1.5)  # by which each efficiency of a chip is varied, one at a time

@@ -23,7 +23,7 @@ from rlhf_jax.planner.search.costs import forward_flops, gradient_flops
 from rlhf_jax.planner.search.traffic import ShardedModel, forward_traffic, gradient_traffic
 from rlhf_jax.runtime.compilation import Execute
 from rlhf_jax.sequences.batch import PackedSequences
-from rlhf_jax.setup.settings import student_settings
+from rlhf_jax.setup.run import student_settings
 from rlhf_jax.training import distill
 from rlhf_jax.training.distill import DISTILLATION
 from rlhf_jax.training.gradients import Learner, sum_gradients

@@ -12,7 +12,7 @@ import numpy as np
 from rlhf_jax.runtime import messages
 from rlhf_jax.runtime.extensions import load_named
 
-# A function that scores responses; `signatures` defines its forms.
+# A function that scores responses; `functions` defines its forms.
 Reward = Callable[..., Any]
 
 # Rewards of the package that a config names without a module.

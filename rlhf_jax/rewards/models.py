@@ -1,7 +1,8 @@
-"""Reward models: sequence classifiers of one label, read at a conversation's last token."""
+"""Models that score: classifiers of one label, and language models that name the better answer."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -11,13 +12,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlhf_jax.data.comparisons import LETTERS, compare
+from rlhf_jax.data.rendering import Message
+from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.mesh import ONE_DEVICE, Layout, place_rows, rows_of_shard
 from rlhf_jax.models.attention import causal_on
 from rlhf_jax.models.files.sizes import token_id
 from rlhf_jax.models.files.source import Source
 from rlhf_jax.models.transformer import forward, logits
 from rlhf_jax.placement.transfer import fetched
-from rlhf_jax.rewards.combination import Response, Scorer, Scores, as_scores, refuse_broken
+from rlhf_jax.rewards.combination import (
+    Response,
+    RewardResult,
+    Scorer,
+    Scores,
+    as_scores,
+    refuse_broken,
+)
 from rlhf_jax.runtime import to_host
 from rlhf_jax.runtime.foreign import read_json
 from rlhf_jax.types import Array, Model
@@ -66,7 +77,7 @@ def start_scoring(
     Responses of similar length are batched together.
     """
     weights = fetched(reward_model.model)  # in transfer while texts are tokenized
-    texts = [_tokens_to_read(reward_model, response) for response in responses]
+    texts = [_conversation(reward_model, response) for response in responses]
     fitting = {index: text for index, text in enumerate(texts) if not isinstance(text, str)}
     failures = {index: text for index, text in enumerate(texts) if isinstance(text, str)}
     own = reward_model
@@ -131,23 +142,30 @@ def model_scorer(reward_model: RewardModel, layout: Layout = ONE_DEVICE) -> Scor
     return score
 
 
-def _tokens_to_read(reward_model: RewardModel, response: Response) -> list[int] | str:
+def _conversation(reward_model: RewardModel, response: Response) -> list[int] | str:
     """Return the conversation's token ids up to the scored one, or the reason of a failure."""
     source = reward_model.source
-    tokenizer = source.tokenizer
     messages = [*response.messages, {"role": "assistant", "content": response.response}]
-    try:
-        if tokenizer.template is None:
-            tokens = tokenizer.encode("".join(message["content"] for message in messages))
-        else:
-            tokens = tokenizer.encode_chat(messages, add_generation_prompt=False)
-    except ValueError as error:
-        return f"could not be rendered: {error}"
+    tokens = _encoded(source.tokenizer, messages, add_generation_prompt=False)
+    if isinstance(tokens, str):
+        return tokens
     while tokens and tokens[-1] == reward_model.padding:
         tokens.pop()
     if 0 < len(tokens) <= source.config.max_context:
         return tokens
     return f"has {len(tokens)} tokens, the context is 1 to {source.config.max_context}"
+
+
+def _encoded(
+    tokenizer: Tokenizer, messages: Sequence[Message], add_generation_prompt: bool
+) -> list[int] | str:
+    """Return a chat's token ids, or why it has none; without a template its texts are joined."""
+    try:
+        if tokenizer.template is None:
+            return tokenizer.encode("".join(message["content"] for message in messages))
+        return tokenizer.encode_chat(messages, add_generation_prompt=add_generation_prompt)
+    except ValueError as error:
+        return f"could not be rendered: {error}"
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "letters"))
@@ -165,3 +183,90 @@ def read_scores(
     at_last = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
     found = logits(model, at_last)
     return found[:, 0] if letters is None else found[:, letters[0]] - found[:, letters[1]]
+
+
+@dataclasses.dataclass(frozen=True)
+class PreferenceModel:
+    """Hold a language model that the algorithm `preference_model` has trained.
+
+    A response's worth is the mean probability that it is better than another of its group
+    (Dong et al. 2024, RLHF Workflow: p(A) / (p(A) + p(B))); each pair is read in both orders.
+    """
+
+    source: Source
+    model: Model
+    rows: int  # comparisons read at a time, where row shards divide them
+    length_bucket: int = 64  # Their tokens are padded on the right to a multiple of this.
+
+    @property
+    def letters(self) -> tuple[int, int]:
+        """Return the tokens that name the first answer and the second one."""
+        tokenizer = self.source.tokenizer
+        first, second = (tokenizer.encode_rendered(letter)[0] for letter in LETTERS)
+        return int(first), int(second)
+
+    def __post_init__(self) -> None:
+        if self.letters[0] == self.letters[1]:
+            raise ValueError(
+                f"{self.source.path}: the letters A and B begin with the same token; a preference"
+                " model needs a tokenizer that tells them apart."
+            )
+
+
+def preference_scorer(preference_model: PreferenceModel, layout: Layout = ONE_DEVICE) -> Scorer:
+    """Return the scorer of a preference model.
+
+    A pair that cannot be read does not count; a response without any other pair has no score.
+    """
+
+    def score(responses: Sequence[Response]) -> Scores:
+        weights = fetched(preference_model.model)
+        groups: dict[int, list[int]] = collections.defaultdict(list)
+        for index, response in enumerate(responses):
+            groups[response.group].append(index)
+        pairs = [(a, b) for group in groups.values() for a in group for b in group if a != b]
+        texts = {
+            place: _comparison(preference_model.source, responses[first], responses[second])
+            for place, (first, second) in enumerate(pairs)
+            if responses[first].response != responses[second].response
+        }
+        read = finish_reading(
+            start_reading(
+                weights,
+                {place: text for place, text in texts.items() if not isinstance(text, str)},
+                preference_model.rows,
+                preference_model.length_bucket,
+                layout,
+                preference_model.letters,
+            )
+        )
+        won: list[list[float]] = [[] for _ in responses]
+        reasons = ["has no other response to be compared with"] * len(responses)
+        for place, (first, second) in enumerate(pairs):
+            text = texts.get(place)
+            if isinstance(text, str):
+                reasons[first] = reasons[second] = text
+                continue
+            # of equal responses neither is better
+            chance = 1 / (1 + np.exp(-read.get(place, 0.0)))
+            won[first].append(chance)
+            won[second].append(1 - chance)
+        results: list[float | RewardResult] = [
+            float(np.mean(chances)) if chances else reason
+            for chances, reason in zip(won, reasons, strict=True)
+        ]
+        return as_scores(results)
+
+    return score
+
+
+def _comparison(source: Source, first: Response, second: Response) -> list[int] | str:
+    """Return the token ids of a comparison, or why it cannot be read."""
+    # as in the rows that the model learned from, without a system message of the config
+    prompt = first.row.get("prompt", first.messages)
+    text = compare(prompt, first.response, second.response)
+    messages = [{"role": "user", "content": text}]
+    tokens = _encoded(source.tokenizer, messages, add_generation_prompt=True)
+    if isinstance(tokens, str) or len(tokens) < source.config.max_context:
+        return tokens
+    return f"makes a comparison of {len(tokens)} tokens, the context is {source.config.max_context}"

@@ -8,6 +8,9 @@ these three methods and one call of `register`.
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
+import inspect
 import math
 import pathlib
 import re
@@ -17,11 +20,14 @@ from typing import Any, Protocol
 
 from rlhf_jax.config.derived import reward_models
 from rlhf_jax.config.schema import Config
-from rlhf_jax.rewards.children import Child, start_process
-from rlhf_jax.rewards.combination import READY, Scorer
-from rlhf_jax.rewards.signatures import ANSWERS, CHOICE, Signature
+from rlhf_jax.rewards.children import Child, start_process, start_thread
+from rlhf_jax.rewards.combination import READY, Reward, Scorer
+from rlhf_jax.rewards.functions import ANSWERS, CHOICE, Signature
 from rlhf_jax.rewards.workers import Workers
 from rlhf_jax.runtime.extensions import split_name
+
+CALLER = "caller"  # the scheme of functions of the calling program, such as a notebook
+PLAIN_TYPES = (str, bytes, int, float, bool, type(None))
 
 
 class RewardSource(Protocol):
@@ -67,6 +73,31 @@ class FunctionSource(RewardSource):
         return workers_of(spec, config, alive, config.reward.workers, start_process)
 
 
+class CallerSource(FunctionSource):
+    """Call functions that were registered in this process."""
+
+    def __init__(self):
+        self.functions: dict[str, Reward] = {}  # by spec
+
+    def term_name(self, spec: str) -> str:
+        """Return the function's own name."""
+        return spec.removeprefix(f"{CALLER}://").partition("/")[0]
+
+    def check(self, spec: str) -> None:
+        """Refuse a function that was not registered in this process."""
+        if spec not in self.functions:
+            raise ValueError(
+                f"Reward {spec!r} was a function of the program that began the run: go on with it"
+                " by rlhf_jax.train(config, reward=...)."
+            )
+
+    def open(self, spec: str, config: Config, alive: Callable[[], None]) -> Workers:
+        """Call the function in a thread; a call that takes too long is abandoned."""
+        function = self.functions[spec]
+        start = functools.partial(start_thread, function=function)
+        return workers_of(self.term_name(spec), config, alive, count=1, start=start)
+
+
 def workers_of(
     name: str, config: Config, alive: Callable[[], None], count: int, start: Callable[[str], Child]
 ) -> Workers:
@@ -83,7 +114,8 @@ def workers_of(
 
 
 PYTHON_FUNCTIONS = FunctionSource()
-SOURCES: dict[str, RewardSource] = {}  # by scheme
+CALLERS = CallerSource()
+SOURCES: dict[str, RewardSource] = {CALLER: CALLERS}  # by scheme
 
 
 def register(scheme: str, source: RewardSource) -> None:
@@ -96,6 +128,29 @@ def register(scheme: str, source: RewardSource) -> None:
     if SOURCES.get(scheme, source) is not source:
         raise ValueError(f"There is a reward source {scheme!r} already; choose another scheme.")
     SOURCES[scheme] = source
+
+
+def offer(function: Reward, identity: str = "") -> str:
+    """Register a function of this process; return the spec that names it.
+
+    Its source and the plain values of its closure, or `identity`, identify the function. Raises
+    ValueError if neither is available.
+    """
+    if not identity:
+        try:
+            source = inspect.getsource(function)
+        except (OSError, TypeError) as error:
+            raise ValueError(
+                "The source of the reward cannot be read, so that a resumed run could not know"
+                " whether it is the same: give reward_id= a text that names it."
+            ) from error
+        closure = inspect.getclosurevars(function).nonlocals
+        values = {key: value for key, value in closure.items() if isinstance(value, PLAIN_TYPES)}
+        identity = f"{source}{sorted(values.items())!r}"
+    name = getattr(function, "__name__", type(function).__name__).strip("<>")
+    spec = f"{CALLER}://{name}/{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    CALLERS.functions[spec] = function
+    return spec
 
 
 def source_of(spec: str) -> RewardSource:

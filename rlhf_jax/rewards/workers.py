@@ -1,9 +1,7 @@
 """Run Python rewards in the background: the pool that hands out calls and takes replies.
 
-Parent and child communicate over one socket, a process's standard input, in the messages of
-`calls.py`. The child announces that it begins to import the reward, that it is ready, and then the
-results of each call. The parent imports no reward, and executes nothing that a child sends.
-`children.py` defines the children, `serving.py` their loop.
+`children.py` defines the children and their messages. The parent imports no reward, and executes
+nothing that a child sends.
 """
 
 from __future__ import annotations
@@ -17,7 +15,9 @@ import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing import connection
 
-from rlhf_jax.rewards.calls import (
+from rlhf_jax.rewards.children import (
+    START_SECONDS,
+    Child,
     RewardCall,
     RewardFailure,
     RewardResults,
@@ -26,8 +26,8 @@ from rlhf_jax.rewards.calls import (
     largest_reply,
     receive_reply,
     send,
+    start_process,
 )
-from rlhf_jax.rewards.children import START_SECONDS, Child, start_process
 from rlhf_jax.rewards.combination import (
     READY,
     Response,
@@ -38,7 +38,7 @@ from rlhf_jax.rewards.combination import (
     in_order,
     refuse_broken,
 )
-from rlhf_jax.rewards.signatures import EarlyCalls, Form, Signature, calls_of
+from rlhf_jax.rewards.functions import Form, Signature
 from rlhf_jax.runtime.watchdog import Beat, Seen, look
 
 LEAST_IMPORT_SECONDS = 2.0  # for the import of a reward, if its calls have less
@@ -121,7 +121,7 @@ class Workers:
 
     def __call__(self, answers: Sequence[Response]) -> Scores:
         """Return scores in the order of the answers."""
-        parts = calls_of(self.signature().form, answers)
+        parts = _calls_of(self.signature().form, answers)
         numbers = [self._enqueue([answers[index] for index in part]) for part in parts]
         self._wait_while(lambda: any(number in self._calls for number in numbers))
         scores = as_scores(in_order(parts, map(self._results.pop, numbers)))
@@ -324,3 +324,43 @@ class Workers:
 
 def _late(seconds: float) -> str:
     return f"took longer than {seconds:g} s"
+
+
+def _calls_of(form: Form, responses: Sequence[Response]) -> list[list[int]]:
+    """Split responses into calls: the indices of the responses of each."""
+    if form is Form.ONE:
+        return [[index] for index in range(len(responses))]
+    if form is Form.BATCH:
+        return [list(range(len(responses)))] if responses else []
+    groups: dict[int, list[int]] = {}
+    for index, response in enumerate(responses):
+        groups.setdefault(response.group, []).append(index)
+    return list(groups.values())
+
+
+class EarlyCalls:
+    """Group responses that finish one by one into calls of a form, once each is complete."""
+
+    def __init__(self):
+        self._unfinished: dict[tuple[int, ...], dict[int, Response]] = {}  # by siblings
+
+    def add(
+        self, form: Form, key: int, response: Response, siblings: tuple[int, ...]
+    ) -> list[tuple[int, Response]]:
+        """Return the keys and responses of the call that this response completes, or nothing.
+
+        siblings: the keys of all samples of its prompt, in request order. A call of all responses
+        is never complete here, as the last one is unknown.
+        """
+        if form is Form.ONE:
+            return [(key, response)]
+        group = self._unfinished.setdefault(siblings, {})
+        group[key] = response
+        if form is Form.BATCH or len(group) < len(siblings):
+            return []
+        del self._unfinished[siblings]
+        return [(one, group[one]) for one in siblings]
+
+    def clear(self) -> None:
+        """Drop incomplete calls."""
+        self._unfinished.clear()

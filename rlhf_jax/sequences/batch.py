@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from flax import struct
 
-from rlhf_jax.sequences.columns import check_column, declaration
+from rlhf_jax.sequences.columns import declaration
 from rlhf_jax.types import Array
 
 T = TypeVar("T", bound="Sequences | PackedSequences")
@@ -134,5 +134,14 @@ class PackedSequences:
 
 def _with_columns(batch: T, columns: dict[str, Array]) -> T:
     for name, column in columns.items():
-        check_column(name, column, batch.shapes)
+        declared = declaration(name)
+        shape = batch.shapes[declared.per]
+        actual = tuple(np.shape(column))
+        fits = actual[: len(shape)] == shape and len(actual) == len(shape) + declared.width
+        if not fits or (declared.dtype and column.dtype != declared.dtype):
+            more = " and one more axis" * declared.width
+            raise ValueError(
+                f"Column {name!r} must be {declared.dtype}{list(shape)}{more}; it is"
+                f" {column.dtype}{list(actual)}."
+            )
     return dataclasses.replace(batch, columns={**batch.columns, **columns})

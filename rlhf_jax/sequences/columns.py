@@ -6,12 +6,7 @@ A column of tokens `x[B, T]` is about the token at t: `logprobs[b, t]` is the lo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
-
-import numpy as np
-
-from rlhf_jax.types import Array
 
 
 class Column(NamedTuple):
@@ -74,17 +69,3 @@ def declaration(name: str) -> Column:
     if name.endswith(("_logprobs", "_values")):
         return Column("token", "float32", "a further model's score of the token")
     raise ValueError(f"There is no column {name!r}; declare it in COLUMNS.")
-
-
-def check_column(name: str, array: Array, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ValueError if a column is not as declared; shapes: by `Column.per`."""
-    declared = declaration(name)
-    shape = shapes[declared.per]
-    actual = tuple(np.shape(array))
-    fits = actual[: len(shape)] == shape and len(actual) == len(shape) + declared.width
-    if not fits or (declared.dtype and array.dtype != declared.dtype):
-        more = " and one more axis" * declared.width
-        raise ValueError(
-            f"Column {name!r} must be {declared.dtype}{list(shape)}{more}; it is"
-            f" {array.dtype}{list(actual)}."
-        )

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.dispatch import Device, choose
 from rlhf_jax.config import derived
 from rlhf_jax.config.algorithms import algorithm_of
 from rlhf_jax.config.checks import require_texts
@@ -29,18 +31,21 @@ from rlhf_jax.data.rows import read
 from rlhf_jax.generation import drafting
 from rlhf_jax.generation.speculative.protocol import register as register_drafter
 from rlhf_jax.memory import estimate
-from rlhf_jax.memory.sizes import PlannedRun, bubble_warnings, count_weights
+from rlhf_jax.memory.sizes import PlannedRun, bubble_warnings, count_weights, parameter_counts
+from rlhf_jax.models import kernels as mesh_kernels
 from rlhf_jax.models.families import register as register_family
 from rlhf_jax.models.files.source import Source, digest, open_source
-from rlhf_jax.placement.plan import CallLayouts, Plan, training_layout
+from rlhf_jax.placement import plan as plans
+from rlhf_jax.placement.pipelined import check_layers, check_pipelines, is_pipelined
+from rlhf_jax.placement.plan import CallLayouts, Placement, Plan, training_layout
+from rlhf_jax.placement.presets import layer_counts, plan_of
 from rlhf_jax.rewards.sources import check_columns
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.checkpoint.folder import latest_document
 from rlhf_jax.runtime.extensions import load_named
 from rlhf_jax.runtime.files import find, is_remote
 from rlhf_jax.runtime.mirror import folder_of
-from rlhf_jax.setup import model_checks, validation
-from rlhf_jax.setup.calls import count_devices, place_calls
+from rlhf_jax.setup import sample_checks, validation
 from rlhf_jax.training.distill import student_config
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
@@ -158,10 +163,10 @@ def prepare(config: Config) -> RunSpec:
     for prompts in (spec.prompts, spec.held_out):
         if prompts is not None:
             check_columns(signatures, prompts.rows)
-    model_checks.check_models(config, spec.models)
+    sample_checks.check_models(config, spec.models)
     if config.kl.reference:
-        model_checks.check_tokenizers(policy.tokenizer, spec.reference.tokenizer)
-    model_checks.check_student(config, policy.config, drafter and drafter.config)
+        sample_checks.check_tokenizers(policy.tokenizer, spec.reference.tokenizer)
+    sample_checks.check_student(config, policy.config, drafter and drafter.config)
     return _placed(spec)
 
 
@@ -183,6 +188,48 @@ def _placed(spec: RunSpec) -> RunSpec:
         for sentence in _model_warnings(spec):
             warnings.warn(sentence, stacklevel=1)
     return spec
+
+
+def count_devices() -> int:
+    """Count the devices; ValueError if JAX cannot use the requested platform."""
+    try:
+        return jax.device_count()
+    except (RuntimeError, AssertionError) as error:
+        # AssertionError if a platform is known but not installed
+        reason = (str(error).splitlines() or ["it is not installed"])[0].rstrip(".")
+        raise ValueError(
+            f"JAX cannot use the platform {jax.config.values['jax_platforms']!r} ({reason});"
+            " install JAX for it,"
+            " or change JAX_PLATFORMS."
+        ) from error
+
+
+def place_calls(
+    config: Config, models: ModelConfigs, device: Device, count: int, in_slice: int
+) -> tuple[Plan, dict[str, str]]:
+    """Return the plan of a run on `count` equal devices, and the reason for each kernel.
+
+    in_slice: the devices of one TPU slice; all, if there is only one. Raises ValueError or
+    FileNotFoundError if the config's plan does not fit devices or models.
+    """
+    named = config.model.compute_dtype
+    if named == "auto":
+        ampere = float(getattr(device, "compute_capability", 0) or 0) >= 8
+        named = "bfloat16" if device.platform == "tpu" or ampere else "float32"
+    shapes = [mesh_kernels.shape_of(model) for model in models[:2] if model]
+    kernels, reasons = choose(config.kernels, device, jnp.dtype(named).itemsize, shapes)
+    layers = layer_counts(models)
+    plan = plan_of(config, count, Placement(0, count, dtype=named, kernels=kernels), layers)
+    source = f"plan: {config.plan or 'mesh'}"
+    plans.check_kernels(plan, source, device.platform)
+    plans.check_parts(plan, source, device.device_kind, in_slice)
+    if is_pipelined(plan):
+        validation.check_pipelined_training(config)
+    check_pipelines(plan, source)
+    check_layers(plan, source, layers)
+    if plan.parameters:
+        plans.check_models(plan, source, parameter_counts(models))
+    return plan, reasons
 
 
 def _open_dated(path: str, config: Config) -> Source:

@@ -25,21 +25,20 @@ from rlhf_jax.monitoring.meanings import meaning_of
 from rlhf_jax.placement.pipelined import check_pipelines, is_pipelined
 from rlhf_jax.placement.plan import Plan
 from rlhf_jax.placement.presets import plan_of
-from rlhf_jax.rewards.signatures import Signature
-from rlhf_jax.rewards.sources import check_sources
+from rlhf_jax.rewards.functions import Signature
+from rlhf_jax.rewards.sources import check_sources, term_names
 from rlhf_jax.runtime import mirror
-from rlhf_jax.setup.data_checks import check_data
-from rlhf_jax.setup.generation_checks import (
-    check_drafter,
+from rlhf_jax.setup.sample_checks import (
+    check_data,
     check_fused_inference,
     check_generation,
     check_lag,
-    check_strategy,
     slices_key,
 )
-from rlhf_jax.setup.reward_checks import OWN_MEASURES, check_rewards
 from rlhf_jax.training.optimizer import SCHEDULES
 
+# Names that every evaluation writes as eval/NAME.
+OWN_MEASURES = ("reward", "finished", "distinct_pairs", "generation/tokens_per_round")
 COMPUTE_DTYPES = ("auto", "float32", "bfloat16")
 HEARTBEATS = (5, 40)  # seconds; launchers end a run 50 s after a rank has died
 TOO_LARGE = 1 << 31  # no number of a config is as large except the seed: shapes are 32 bits wide
@@ -66,15 +65,13 @@ def validate(config: Config, num_devices: int, num_processes: int = 1) -> dict[s
     check_data(config)
     if derived.generates(config):
         check_generation(config)
-        check_strategy(config)
-        check_drafter(config)
     else:
         require_positive(config, "data.rows_per_step", "data.max_response_tokens")
     _check_evaluation(config)
     _check_training(config)
     _check_critic(config)
     if derived.rewarded(config):
-        check_rewards(config)
+        _check_rewards(config)
     algorithm.check_options(config)
     algorithm.check(config)
     _check_unused(config)
@@ -155,6 +152,67 @@ def _check_evaluation(config: Config) -> None:
     )
 
 
+def _check_rewards(config: Config) -> None:
+    """Check that rewards can be computed, weighed and distinguished."""
+    reward = config.reward
+    terms = len(reward.functions) + len(derived.reward_models(config))
+    require(
+        terms > 0,
+        "reward.functions and reward.models are empty; give --reward FILE.py:function, or the"
+        " folder of a reward model in reward.models or reward.preference_models.",
+    )
+    require(
+        len(reward.weights) in (0, terms),
+        f"reward.weights has {len(reward.weights)} entries for {terms} functions and models; give"
+        " one for each.",
+    )
+    names = term_names(config)
+    require(
+        len(set(names)) == terms,
+        f"The reward's functions and models are called {', '.join(names)} in the metrics; rename"
+        " one of the same name.",
+    )
+    numbers = all(
+        isinstance(weight, int | float) and math.isfinite(weight) for weight in reward.weights
+    )
+    require(numbers, f"reward.weights is {reward.weights}; it must hold finite numbers.")
+    require_positive(config, "reward.workers", "reward.concurrency", "reward.seconds")
+    require_not_negative(config, "reward.missing_end", "reward.clip")
+    require_one_of(config, "reward.on_failure", ("drop", "value"))
+    require(
+        reward.on_failure == "value" or not reward.failed,
+        f"reward.failed is {reward.failed}, but samples without a reward are dropped: set"
+        " reward.on_failure to 'value', or reward.failed to 0.",
+    )
+    require(
+        0 <= reward.max_failed < 1,
+        f"reward.max_failed is {reward.max_failed}; it must be at least 0 and below 1.",
+    )
+    _check_groups(config)
+    for name in reward.metrics:
+        require(
+            bool(name) and name not in OWN_MEASURES and not name.endswith("/failed"),
+            f"reward.metrics names a measure {name!r}, which is empty or the run's own; rename it.",
+        )
+
+
+def _check_groups(config: Config) -> None:
+    """Check that a prompt has several samples where these are compared."""
+    group = config.generation.samples_per_prompt
+    measured = config.evaluation.samples_per_prompt if config.evaluation.every else 2
+    for key, samples in (("generation", group), ("evaluation", measured)):
+        require(
+            samples > 1 or not config.reward.preference_models,
+            f"reward.preference_models compare responses to one prompt; raise {key}"
+            ".samples_per_prompt to at least 2.",
+        )
+    require(
+        group > 1 or not config.generation.resample,
+        f"generation.resample is {config.generation.resample}, but one sample of a prompt never"
+        " differs from the others; raise generation.samples_per_prompt, or set 0.",
+    )
+
+
 def _check_training(config: Config) -> None:
     """Check the options of the optimizer and of the policy's loss."""
     positive = (
@@ -198,8 +256,9 @@ def _check_aggregate(config: Config) -> None:
 def _check_roles(config: Config) -> None:
     """Check that no critic has the name of another model, a stage, or a folder of a run."""
     roles = {*derived.critics(config), *algorithm_of(config).losses}
-    others = ("generation", "reference", "reward", "student")
-    for name in (*others, "best", "checkpoints", "post-mortem", "profile", "sinks"):
+    calls = ("generation", "reference", "reward", "student")
+    folders = ("best", "checkpoints", "post-mortem", "profile", "sinks")
+    for name in calls + folders:
         require(
             name not in roles,
             f"algorithm {config.algorithm.name!r} has a critic called {name!r}, as something else"

@@ -111,11 +111,12 @@ class Minibatch(NamedTuple):
         So activations of two models never coexist. fused: the schedule of pipelined learners, which
         run at once: all gradients are computed with the first.
         """
-        given = (self.learners, self.models, self.batches)
         if fused is not None:
-            yield from sum_pipelined(*given, fused.schedule, progress, execute)
+            yield from sum_pipelined(
+                self.learners, self.models, self.batches, fused.schedule, progress, execute
+            )
             return
-        for learner, model, own in zip(*given, strict=True):
+        for learner, model, own in zip(self.learners, self.models, self.batches, strict=True):
             yield sum_gradients(learner, model, own, progress=progress, execute=execute)
 
 

@@ -1,4 +1,7 @@
-"""From scored samples to the columns that losses read, by the algorithm of a run."""
+"""From scored samples to the columns that losses read, by the algorithm of a run.
+
+Samples of older weights are weighed by truncated importance sampling.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,11 @@ import numpy as np
 from rlhf_jax.config.algorithms import algorithm_of
 from rlhf_jax.config.schema import Config
 from rlhf_jax.inference.logprobs import mismatch
+from rlhf_jax.losses.kl import bounded
 from rlhf_jax.sequences.batch import Sequences
-from rlhf_jax.training.importance import truncated_importance_sampling
-from rlhf_jax.types import Memory
+from rlhf_jax.types import Array, Memory
+
+__all__ = ["importance_weights", "prepare", "truncated_importance_sampling"]
 
 
 def prepare(
@@ -37,3 +42,37 @@ def prepare(
         metrics = metrics | mismatch(drawn_from, now, scored.mask)
     batch, memory = algorithm_of(config).recall(batch, memory, config)
     return batch, memory, {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def importance_weights(logprobs: Array, sampled: Array, mask: Array, clip: float) -> np.ndarray:
+    """Compute min(p_now / p_sampled, clip) of each token: [B, T] float32, 1 where masked out.
+
+    logprobs and sampled [B, T] float32, in nats. (Truncated importance sampling: Ionides 2008;
+    token by token as in IMPALA, Espeholt et al. 2018, eq. 1.)
+    """
+    log_ratio = np.where(mask, np.asarray(logprobs) - np.asarray(sampled), 0.0)
+    return np.minimum(np.exp(bounded(log_ratio)), clip).astype(np.float32)
+
+
+def truncated_importance_sampling(
+    batch: Sequences, clip: float
+) -> tuple[Sequences, dict[str, float]]:
+    """Multiply the advantages of host arrays by `importance_weights`; return metrics of these.
+
+    `lag/kl` estimates KL(sampler || policy now), in nats per token, by mean(r - 1 - log r); the
+    others are the mean weight, and the share of truncated ones. Log-probs must have been scored.
+    """
+    mask = batch.mask
+    sampled = batch.columns["sampled_logprobs"]
+    logprobs = batch.columns["logprobs"]
+    weights = importance_weights(logprobs, sampled, mask, clip)
+    log_ratio = np.asarray(logprobs, np.float64)[mask] - np.asarray(sampled)[mask]
+    metrics = {"lag/kl": 0.0, "lag/weight": 1.0, "lag/truncated": 0.0}
+    if log_ratio.size:
+        metrics = {
+            "lag/kl": float(np.mean(np.expm1(bounded(log_ratio)) - log_ratio)),
+            "lag/weight": float(np.mean(weights[mask])),
+            "lag/truncated": float(np.mean(log_ratio > np.log(clip))),
+        }
+    weighed = np.where(mask, np.asarray(batch.columns["advantages"]) * weights, 0.0)
+    return batch.with_columns(advantages=weighed.astype(np.float32)), metrics

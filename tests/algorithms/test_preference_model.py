@@ -19,7 +19,7 @@ from rlhf_jax.config import command_line
 from rlhf_jax.models.files.source import open_source
 from rlhf_jax.models.transformer import forward, logits
 from rlhf_jax.rewards.combination import Response
-from rlhf_jax.rewards.preferences import PreferenceModel, preference_scorer
+from rlhf_jax.rewards.models import PreferenceModel, preference_scorer
 
 PROMPT = "Name a colour."
 

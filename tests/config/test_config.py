@@ -14,8 +14,8 @@ from rlhf_jax.config import checks, command_line, default, derived
 from rlhf_jax.config import schema as configs
 from rlhf_jax.mesh import ONE_DEVICE
 from rlhf_jax.monitoring.callbacks import StopAt
-from rlhf_jax.setup import model_checks, validation
-from rlhf_jax.setup.reward_checks import OWN_MEASURES
+from rlhf_jax.setup import sample_checks, validation
+from rlhf_jax.setup.validation import OWN_MEASURES
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
@@ -320,14 +320,14 @@ def test_options_that_contradict_each_other(valid):
 def test_prompt_and_response_must_fit_all_contexts(valid, tiny: ModelConfig):
     roomy = dataclasses.replace(tiny, max_context=384)
     with pytest.raises(ValueError, match="the drafter's context is 128"):
-        model_checks.check_models(valid, ModelConfigs(roomy, drafter=tiny))
+        sample_checks.check_models(valid, ModelConfigs(roomy, drafter=tiny))
     with pytest.raises(ValueError, match="the critic's context is 128"):
-        model_checks.check_models(valid, ModelConfigs(roomy, critics={"critic": tiny}))
+        sample_checks.check_models(valid, ModelConfigs(roomy, critics={"critic": tiny}))
     with pytest.raises(ValueError, match=r"is 384, but the model's context is 128"):
-        model_checks.check_models(valid, ModelConfigs(tiny))
+        sample_checks.check_models(valid, ModelConfigs(tiny))
     valid.data.max_prompt_tokens = 64
     valid.generation.max_new_tokens = 64
-    model_checks.check_models(valid, ModelConfigs(tiny))
+    sample_checks.check_models(valid, ModelConfigs(tiny))
 
 
 def test_models_must_be_of_the_right_kind(valid, tiny: ModelConfig):
@@ -335,29 +335,29 @@ def test_models_must_be_of_the_right_kind(valid, tiny: ModelConfig):
     valid.generation.max_new_tokens = 64
     scorer = dataclasses.replace(tiny, scalar_head=True, tied=False)
     valid.reward.models = ("judge",)
-    model_checks.check_models(
+    sample_checks.check_models(
         valid, ModelConfigs(tiny, critics={"critic": scorer}, rewards=(scorer,))
     )
     with pytest.raises(ValueError, match="judge is a language model"):
-        model_checks.check_models(valid, ModelConfigs(tiny, rewards=(tiny,)))
+        sample_checks.check_models(valid, ModelConfigs(tiny, rewards=(tiny,)))
     for models in (
         ModelConfigs(scorer, rewards=(scorer,)),
         ModelConfigs(tiny, scorer, rewards=(scorer,)),
     ):
         with pytest.raises(ValueError, match="path is a reward model"):
-            model_checks.check_models(valid, models)
+            sample_checks.check_models(valid, models)
 
 
 def test_vocabularies_must_agree_where_tokens_are_shared(valid, tiny: ModelConfig):
     valid.data.max_prompt_tokens = 64
     valid.generation.max_new_tokens = 64
     other = dataclasses.replace(tiny, vocab_size=321)
-    model_checks.check_models(valid, ModelConfigs(tiny, drafter=other))
+    sample_checks.check_models(valid, ModelConfigs(tiny, drafter=other))
     valid.generation.acceptance = "rejection"
     with pytest.raises(ValueError, match="has 321 tokens, the model's 320"):
-        model_checks.check_models(valid, ModelConfigs(tiny, drafter=other))
+        sample_checks.check_models(valid, ModelConfigs(tiny, drafter=other))
     with pytest.raises(ValueError, match="its vocabulary has 321"):
-        model_checks.check_models(valid, ModelConfigs(tiny, critics={"critic": other}))
+        sample_checks.check_models(valid, ModelConfigs(tiny, critics={"critic": other}))
 
 
 def test_a_config_may_take_an_argument():

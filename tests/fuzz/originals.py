@@ -17,7 +17,7 @@ import tiny_run
 
 from rlhf_jax.models.files import huggingface
 from rlhf_jax.models.transformer import init
-from rlhf_jax.rewards.calls import RewardCall
+from rlhf_jax.rewards.children import RewardCall
 from rlhf_jax.rewards.combination import Response
 from rlhf_jax.runtime import messages
 from rlhf_jax.runtime.checkpoint import document, store

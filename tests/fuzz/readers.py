@@ -23,7 +23,7 @@ import tokenizers
 from rlhf_jax.data import rendering, rows
 from rlhf_jax.data.tokenizer import read_tokenizer
 from rlhf_jax.models.files import gguf, gguf_file, huggingface, huggingface_config, safetensors_file
-from rlhf_jax.rewards import calls  # noqa: F401  (its messages are registered)
+from rlhf_jax.rewards import children  # noqa: F401  (its messages are registered)
 from rlhf_jax.runtime import messages
 from rlhf_jax.runtime.checkpoint import document, store
 from rlhf_jax.runtime.checkpoint.damage import Damaged

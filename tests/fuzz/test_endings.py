@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 
 from rlhf_jax.monitoring import sinks
 from rlhf_jax.monitoring.metrics import _event
-from rlhf_jax.rewards.calls import RewardCall, RewardResults
+from rlhf_jax.rewards.children import RewardResults
 from rlhf_jax.rewards.combination import Response, Term, as_scores, weighted
-from rlhf_jax.rewards.results import metric_name
-from rlhf_jax.rewards.serving import call, call_async
-from rlhf_jax.rewards.signatures import Form, Signature
+from rlhf_jax.rewards.functions import Form, call, call_async, metric_name
 from rlhf_jax.runtime import messages
 
 QUICK = hypothesis.settings(
@@ -44,10 +42,10 @@ def results(form, is_async, value, error):
     async def give_async(**_):
         return give()
 
-    asked = RewardCall(0, 60.0, RESPONSES[: 1 if form is Form.ONE else 2])
+    asked = RESPONSES[: 1 if form is Form.ONE else 2]
     if is_async:
-        return asyncio.run(call_async(give_async, Signature(form, True), asked))
-    return call(give, Signature(form, False), asked)
+        return asyncio.run(call_async(give_async, form, asked, 60.0))
+    return call(give, form, asked)
 
 
 def check_results(form, is_async, value, error):

@@ -18,8 +18,8 @@ from rlhf_jax.losses.advantages import ESTIMATORS, EstimatorConfig
 from rlhf_jax.losses.kl import token_rewards
 from rlhf_jax.models.transformer import forward, init, logits
 from rlhf_jax.sequences.batch import Sequences
-from rlhf_jax.training.importance import truncated_importance_sampling
 from rlhf_jax.training.optimizer import make_optimizer
+from rlhf_jax.training.prepare import truncated_importance_sampling
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import ModelConfig
 

@@ -150,6 +150,7 @@ def test_the_kl_coefficient_follows_the_target(kl, wanted):
     assert divergence.adapt_kl(0.1, kl, target=6.0, samples=100, horizon=1000) == pytest.approx(
         wanted
     )
+    assert divergence.adapt_kl(0.1, kl, target=0.0, samples=100, horizon=1000) == 0.1
 
 
 def test_the_kl_coefficient_settles():

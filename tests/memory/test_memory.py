@@ -41,7 +41,7 @@ from rlhf_jax.mesh import Layout
 from rlhf_jax.models import transformer
 from rlhf_jax.models.shardings import model_shardings
 from rlhf_jax.runtime.host_memory import host_memory
-from rlhf_jax.setup import model_checks, validation
+from rlhf_jax.setup import sample_checks, validation
 from rlhf_jax.training.distill import DISTILLATION, student_config, student_of
 from rlhf_jax.training.gradients import accumulate
 from rlhf_jax.training.settings import TrainingSettings
@@ -275,7 +275,7 @@ def test_the_large_configs_are_valid_and_fit_their_devices(name, tmp_path):
     config.reward.functions = ("builtins:len",)
     config.reward.models = ("REWARD_MODEL",) * len(models.rewards)
     validation.validate(config, devices)
-    model_checks.check_models(config, models)
+    sample_checks.check_models(config, models)
 
 
 @pytest.mark.parametrize("name", LARGE)

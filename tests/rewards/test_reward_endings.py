@@ -14,7 +14,7 @@ import pytest
 import reward_endings as endings
 
 from rlhf_jax.config import default
-from rlhf_jax.rewards import callers, calls, children, workers
+from rlhf_jax.rewards import children, sources, workers
 from rlhf_jax.rewards.children import ProcessChild, start_thread
 from rlhf_jax.rewards.combination import Response, Score, Term, as_scores, load_reward, weighted
 from rlhf_jax.rewards.workers import Workers
@@ -175,18 +175,18 @@ def test_a_thread_that_is_left_to_itself_holds_up_nothing():
 
 def test_scalars_of_jax_are_scores():
     values = {"a": jnp.float32(0.5), "b": jnp.asarray(2, jnp.int32), "c": jnp.ones(1)}
-    spec = callers.offer(lambda response: values[response], "jax")
-    with callers.CALLERS.open(spec, default(), lambda: None) as pool:
+    spec = sources.offer(lambda response: values[response], "jax")
+    with sources.CALLERS.open(spec, default(), lambda: None) as pool:
         scores = pool(responses(*values))
     check(scores, [("a", 0.5), ("b", 2.0), ("c", endings.of_type("ArrayImpl"))])
 
 
 def test_the_packages_own_rewards_work_in_a_thread():
     pytest.importorskip("math_verify")
-    spec = callers.offer(load_reward("math_verify"), "math_verify")
+    spec = sources.offer(load_reward("math_verify"), "math_verify")
     row = {"answer": "\\frac{1}{2}"}
     asked = [Response("p", [], row, text) for text in ("It is $0.5$", "$\\frac{2}{4}$", "3.")]
-    with callers.CALLERS.open(spec, default(), lambda: None) as pool:
+    with sources.CALLERS.open(spec, default(), lambda: None) as pool:
         scores = pool(asked)
     assert not scores.failures and scores.values.tolist() == [1, 1, 0]
 
@@ -243,7 +243,7 @@ def test_more_results_than_a_message_holds_are_reasons(tmp_path):
 
 
 def test_a_loop_that_is_blocked_blocks_nobody_who_sends_it_a_large_call(monkeypatch):
-    monkeypatch.setattr(calls, "PAUSE", 1)
+    monkeypatch.setattr(children, "PAUSE", 1)
     monkeypatch.setattr(workers, "GRACE", 0.1)
     with opened("thread", "ended_async", 0.3) as pool:
         pool(responses("fine"))
@@ -253,7 +253,7 @@ def test_a_loop_that_is_blocked_blocks_nobody_who_sends_it_a_large_call(monkeypa
 
 @pytest.mark.parametrize("place", ["process", "thread"])
 def test_a_call_that_cannot_be_sent_fails_alone(place, monkeypatch):
-    monkeypatch.setattr(calls, "LARGEST_CALL", 10_000)
+    monkeypatch.setattr(children, "LARGEST_CALL", 10_000)
     with opened(place, "ended") as pool:
         scores = pool(responses("fine", "x" * 10_000, "fine"))
         assert list(pool(responses("x" * 10_000)).failures) == [0]

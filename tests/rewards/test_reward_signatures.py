@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from rlhf_jax.config import default
-from rlhf_jax.rewards import callers
+from rlhf_jax.rewards import sources
 from rlhf_jax.rewards.combination import Response, Score, load_reward
-from rlhf_jax.rewards.signatures import Form, Signature, arguments, signature_of
+from rlhf_jax.rewards.functions import Form, Signature, arguments, signature_of
 from rlhf_jax.rewards.sources import check_columns, source_of
 from rlhf_jax.rewards.workers import Workers
 
@@ -137,7 +137,7 @@ def opened(where, name, file):
             pool(responses("warm"))
             yield pool
     else:
-        spec = callers.offer(load_reward(f"{file}:{name}"), name)
+        spec = sources.offer(load_reward(f"{file}:{name}"), name)
         with source_of(spec).open(spec, default(), lambda: None) as scorer:
             yield scorer
 
@@ -170,7 +170,7 @@ def test_calls_of_the_caller_end_with_the_run():
         await asyncio.sleep(60)
 
     before = threading.active_count()
-    spec = callers.offer(stuck, "stuck")
+    spec = sources.offer(stuck, "stuck")
     with source_of(spec).open(spec, default(), lambda: None) as scorer:
         scorer.begin(0, responses("a")[0], (0,))
     assert threading.active_count() == before
@@ -184,7 +184,7 @@ def test_functions_of_the_caller_have_the_same_forms():
         return [len(one) / max(map(len, responses)) for one in responses]
 
     for function, values in ((judged, [1, 2, 3, 1]), (compared, [0.5, 1, 1, 1 / 3])):
-        spec = callers.offer(function)
+        spec = sources.offer(function)
         with source_of(spec).open(spec, default(), lambda: None) as score:
             found = score(responses("a", "ab", "abc", "a"))
         np.testing.assert_allclose(found.values, values)

@@ -17,7 +17,7 @@ from rlhf_jax.config import default as default_config
 from rlhf_jax.rewards import combination, sources
 from rlhf_jax.rewards import workers as reward_worker
 from rlhf_jax.rewards.combination import Response, Score, Term, as_scores, weighted
-from rlhf_jax.rewards.signatures import Form, Signature
+from rlhf_jax.rewards.functions import Form, Signature
 from rlhf_jax.rewards.workers import Workers
 
 SENTIMENT = "configs/rewards/sentiment.py"

@@ -33,8 +33,8 @@ from rlhf_jax.generation.slice_groups import Decision, StageAborted
 from rlhf_jax.generation.stage import FinishedSample
 from rlhf_jax.inference.scoring import Scored
 from rlhf_jax.monitoring.trace import Span
-from rlhf_jax.rewards import calls
-from rlhf_jax.rewards.calls import RewardCall, RewardResults
+from rlhf_jax.rewards import children
+from rlhf_jax.rewards.children import RewardCall, RewardResults
 from rlhf_jax.rewards.combination import Response, Score, Scores
 from rlhf_jax.rewards.workers import Workers
 from rlhf_jax.runtime import distributed, jax_internals, joining, messages
@@ -446,7 +446,7 @@ def hostile(prompt, response, row):
         ("raw", struct.pack("!i", 100) + b"ten bytes.", "began a reply and did not end it"),
         ("message", b"x" * 1_100_000, "sent no reply of at most 1,048,576 bytes"),
         ("message", encode(StillQueued()), "sent no reply (A reward process sent a value of type"),
-        ("message", encode(calls.WorkerReady("one", False)), "sent a reply out of turn"),
+        ("message", encode(children.WorkerReady("one", False)), "sent a reply out of turn"),
     ],
     ids=["a pickle", "raw bytes", "half a reply", "too long", "another message", "out of turn"],
 )
@@ -454,7 +454,7 @@ def test_a_reward_process_that_sends_anything_else_has_failed(
     response, data, reason, trap, tmp_path, monkeypatch
 ):
     pickled, sprung = trap
-    monkeypatch.setattr(calls, "PAUSE", 1)
+    monkeypatch.setattr(children, "PAUSE", 1)
     (tmp_path / "hostile.py").write_text(HOSTILE)
     row = {"data": pickled if data is None else data}
     answers = [Response("", [], row, each) for each in ("1", response, "2")]

@@ -31,11 +31,11 @@ from rlhf_jax.placement.presets import plan_of
 from rlhf_jax.runtime.background import Abandoned, BackgroundTask
 from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.session import Session
-from rlhf_jax.setup import generation_checks
+from rlhf_jax.setup import sample_checks
 from rlhf_jax.setup.run_spec import date_of_run, prepare, register_own
 from rlhf_jax.sources import rollouts
 from rlhf_jax.sources.ahead import RolloutsAhead, samples_ahead
-from rlhf_jax.training.importance import importance_weights, truncated_importance_sampling
+from rlhf_jax.training.prepare import importance_weights, truncated_importance_sampling
 from rlhf_jax.types import ModelConfigs
 
 launch = runpy.run_path(str(ROOT / "launch" / "train.py"), run_name="launch")
@@ -205,13 +205,13 @@ def test_a_lag_that_cannot_be_is_told_in_a_sentence(changes, words):
     config = lagged(**changes)
     register_own(config)
     with pytest.raises(ValueError, match=words.replace("(", r"\(")) as error:
-        generation_checks.check_lag(config, plan_of(config, 8))
+        sample_checks.check_lag(config, plan_of(config, 8))
     assert "\n" not in str(error.value)
 
 
 def test_a_lag_that_can_be_is_accepted():
     config = lagged()
-    generation_checks.check_lag(config, plan_of(config, 8))
+    sample_checks.check_lag(config, plan_of(config, 8))
 
 
 @pytest.fixture

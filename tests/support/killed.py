@@ -31,7 +31,7 @@ from rlhf_jax import session
 from rlhf_jax.generation.reallocation import row_transfer
 from rlhf_jax.models.files import huggingface
 from rlhf_jax.monitoring import metrics, sending
-from rlhf_jax.setup import settings
+from rlhf_jax.setup import run
 
 
 def main(event: str, number: int, seconds: float, arguments: list[str]) -> int:
@@ -50,7 +50,7 @@ def main(event: str, number: int, seconds: float, arguments: list[str]) -> int:
     metrics.Writer.write_rows = told(metrics.Writer.write_rows, lambda _, name, *__: happens(name))
     huggingface.save = told(huggingface.save, lambda *_: happens("export"))
     if event == "move":
-        settings.planner.plan_reallocation = Shuffled(seed=0)
+        run.planner.plan_reallocation = Shuffled(seed=0)
         passing = row_transfer.send_to_process
         row_transfer.send_to_process = told(passing, lambda *_: happens("move"))
     if event == "sent":

@@ -37,7 +37,7 @@ TESTS: dict[str, str] = {
     "losses/advantages.py": "losses/test_advantages.py losses/test_shaping.py",
     "training/experience.py": "losses/test_advantages.py losses/test_shaping.py",
     "losses/kl.py": "losses/test_shaping.py losses/test_policy_losses.py",
-    "training/importance.py": "sources/test_lag.py -k weigh",
+    "training/prepare.py": "sources/test_lag.py -k weigh",
     "sequences/minibatches.py": "sequences/test_batching.py",
     "training/optimizer.py": "training/test_optimizer.py training/test_update.py",
     "sequences/packing.py": "laws/test_packed_is_unpacked.py",

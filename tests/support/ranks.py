@@ -20,7 +20,7 @@ import numpy as np
 from rlhf_jax import mesh as meshes
 from rlhf_jax.mesh import Layout
 from rlhf_jax.rewards.combination import Broken, Response, Scores, as_scores, refuse_broken
-from rlhf_jax.rewards.sharing import shared_out
+from rlhf_jax.rewards.samples import shared_out
 from rlhf_jax.runtime import distributed, joining, messages, signing, to_host
 from rlhf_jax.runtime.signals import Stopped
 

@@ -26,7 +26,7 @@ from rlhf_jax.mesh import Layout
 from rlhf_jax.models.files.source import open_source
 from rlhf_jax.models.transformer import forward, logits
 from rlhf_jax.sequences.batch import PackedSequences, Sequences
-from rlhf_jax.setup import model_checks, validation
+from rlhf_jax.setup import sample_checks, validation
 from rlhf_jax.training.distill import (
     DISTILLATION,
     Distillation,
@@ -367,4 +367,4 @@ def test_a_path_that_holds_another_model_is_one_sentence(layers, path, sentence,
     config = configured(algorithm__name="distill", drafter__layers=layers)
     other = dataclasses.replace(policy.config, **({"num_layers": layers} | path))
     with pytest.raises(ValueError, match=sentence):
-        model_checks.check_student(config, policy.config, other)
+        sample_checks.check_student(config, policy.config, other)

@@ -164,7 +164,7 @@ def predict_call(placed: PlacedRun, call: str) -> CallCost:
     for model in () if idle else placed.run.models.of(call):
         read = passes
         turns = count
-        if call == "reward_inference" and not model.scalar_head:  # reads pairs of responses
+        if derived.compares_pairs(call, model):
             read = passes._replace(tokens=derived.reward_tokens(config, model))
             turns = count * (config.generation.samples_per_prompt - 1)
         one = placed.gradient(model, read) if trains else placed.forward(model, read)
