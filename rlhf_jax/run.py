@@ -15,6 +15,7 @@ from rlhf_jax.inference.scoring import ScoringSettings
 from rlhf_jax.monitoring.trace import Span
 from rlhf_jax.placement.lanes import ONE_LANE, Lanes
 from rlhf_jax.rewards.combination import Scorer
+from rlhf_jax.rewards.samples import Rewards
 from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.sources.drawn import SampleSource
 from rlhf_jax.training.distill import Distillation
@@ -45,7 +46,8 @@ class EvaluationSettings:
     # with its own noise
     decoding: GenerationConfig
     samples_per_prompt: int
-    # by name; the first one is shown in the table of samples
+    rewards: Rewards
+    # by name, never trained on
     measures: Mapping[str, Scorer]
 
 

@@ -55,7 +55,7 @@ def response_tokens(config: Config) -> int:
 
 
 def samples_dynamically(config: Config) -> bool:
-    """Return whether the samples of a prompt, or their temperature, depend on its rewards so far."""
+    """Return whether the samples of a prompt or their temperature depend on its rewards so far."""
     return bool(config.generation.fewest_samples or config.generation.hottest)
 
 

@@ -143,8 +143,8 @@ DEFAULTS: dict[str, Any] = {
         "functions": (),
         # reward models: Hugging Face sequence-classification folders, read at the last token
         "models": (),
-        # a reward function whose order of two responses to a prompt labels them: the head of the one
-        # model of reward.models learns from each label once and keeps none; '' for a fixed model
+        # a reward function whose order of two responses to a prompt labels them: the head of the
+        # one model of reward.models learns from each label once; '' for a fixed model
         "labels": "",
         # the responses to a prompt that are labelled: 'active', the pair of the least certain
         # difference, 'deployment', the best and one that may be better, or 'random'

@@ -22,7 +22,7 @@ from rlhf_jax.inference.scoring import PendingScores, Scored, dispatch_scores
 from rlhf_jax.mesh import Layout
 from rlhf_jax.monitoring.trace import Span
 from rlhf_jax.rewards.combination import Response, failure
-from rlhf_jax.rewards.models import RewardModel, ScoredRows, start_scoring
+from rlhf_jax.rewards.models import RewardModel, ScoredRows, read_scores, start_scoring
 from rlhf_jax.sequences.packing import Extent
 from rlhf_jax.types import Model
 
@@ -112,7 +112,7 @@ class ScoringQueue:
         results = dataclasses.replace(pending, parts=parts)
         rewards = {}
         for name, model in reward_models.items():
-            parts, _ = start_scoring(model, responses, layout)
+            parts, _ = start_scoring(model, responses, layout, read_scores)
             rewards[name] = [(indices, _readable(scores, layout)) for indices, scores in parts]
         batch = _Batch(samples, results, rewards, slice=number, began=time.perf_counter())
         for leaf in batch.arrays:

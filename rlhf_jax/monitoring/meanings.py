@@ -27,6 +27,15 @@ MEANINGS = (
     Meaning("reward/std", "standard deviation of the rewards", "", "above 0"),
     Meaning("reward/failed", "samples without a reward, because a term failed", "", "0"),
     Meaning("reward/NAME/mean", "mean of one term of the reward, over the samples that it scored"),
+    Meaning("labels/learned", "labels that the reward model has learned from so far"),
+    Meaning(
+        "labels/predicted",
+        "share of a step's labels that it predicted before it learned from them",
+        "",
+        "rises above 0.5",
+    ),
+    Meaning("labels/failed", "pairs of responses that could not be labelled", "", "0"),
+    Meaning("capability/mean", "mean capability of the step's prompts, 0 to 1", "", "rises"),
     Meaning("reward/NAME/failed", "responses for which one term failed", "", "0"),
     Meaning("reward/NAME/NAME", "mean of an extra number that a reward returns"),
     Meaning(

@@ -15,7 +15,7 @@ import numpy as np
 from rlhf_jax.mesh import ONE_DEVICE, Layout
 from rlhf_jax.rewards.combination import Response, RewardResult, Score, Scorer
 from rlhf_jax.rewards.models import RewardModel, finish_reading, read_states, start_scoring
-from rlhf_jax.rewards.one_pass import CG_ABOVE, OnePassReward, cg_step, sigmoid
+from rlhf_jax.rewards.one_pass import CG_ABOVE, OnePassReward, cg_step
 from rlhf_jax.runtime import to_host
 from rlhf_jax.types import Memory
 
@@ -44,6 +44,14 @@ class LearnedReward:
         head = self.model.model.head
         assert head is not None, "A reward model has a head."
         return np.asarray(to_host.fetch(head), np.float64)[:, 0]
+
+    def __post_init__(self) -> None:
+        features = self.model.model.config.width
+        if features > CG_ABOVE and self.choice != "random":
+            raise ValueError(
+                f"reward.label_choice is {self.choice!r}, and the reward model has {features}"
+                f" features; above {CG_ABOVE} no certainty is kept: set 'random'."
+            )
 
     def results(self, responses: Sequence[Response], memory: Memory) -> Mapping[int, RewardResult]:
         """Return the reward of each response by the head so far, or why it has none."""
@@ -131,14 +139,3 @@ class LearnedReward:
                     other if other != best else (second if second != best else first),
                 )
             yield members[first], members[second]
-
-
-def check_choice(choice: str, features: int) -> None:
-    """Raise ValueError for a choice of labels that so many features do not allow."""
-    if choice not in CHOICES:
-        raise ValueError(f"reward.label_choice is {choice!r}; choose one of {', '.join(CHOICES)}.")
-    if features > CG_ABOVE and choice != "random":
-        raise ValueError(
-            f"reward.label_choice is {choice!r}, and the reward model has {features} features; above"
-            f" {CG_ABOVE} no certainty is kept: set 'random'."
-        )

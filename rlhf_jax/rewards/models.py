@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import chex
 import jax
@@ -64,14 +65,16 @@ class RewardModel:
         return token_id(read_json(file), "pad_token_id", file)
 
 
-# Indices of responses, and their scores: the first ones of an array [rows] float32.
+# Indices of responses, and what was read of them: the first ones of an array [rows, ...] float32.
 ScoredRows = tuple[list[int], jax.Array]
+# from a model, tokens [rows, T], the last places [rows] and a layout to numbers [rows, ...]
+Read = Callable[[Model, Array, Array, Layout], jax.Array]
 
 
 def start_scoring(
-    reward_model: RewardModel, responses: Sequence[Response], layout: Layout
+    reward_model: RewardModel, responses: Sequence[Response], layout: Layout, read: Read
 ) -> tuple[list[ScoredRows], dict[int, str]]:
-    """Start scoring responses on the model's devices; return pending parts and failures by index.
+    """Start reading responses on the model's devices; return pending parts and failures by index.
 
     A failure is the reason why a response cannot be scored, such as exceeding the model's context.
     Responses of similar length are batched together.
@@ -81,7 +84,7 @@ def start_scoring(
     fitting = {index: text for index, text in enumerate(texts) if not isinstance(text, str)}
     failures = {index: text for index, text in enumerate(texts) if isinstance(text, str)}
     own = reward_model
-    return start_reading(weights, fitting, own.rows, own.length_bucket, layout), failures
+    return start_reading(weights, fitting, own.rows, own.length_bucket, layout, read), failures
 
 
 def start_reading(
@@ -90,11 +93,11 @@ def start_reading(
     rows: int,
     bucket: int,
     layout: Layout,
-    letters: tuple[int, int] | None = None,
+    read: Read,
 ) -> list[ScoredRows]:
     """Start to read texts of tokens, `rows` at a time; those of like length go together.
 
-    bucket, letters: as `RewardModel.length_bucket` and `read_scores` have them.
+    bucket: as `RewardModel.length_bucket` has it. read: `read_scores` or `read_states`.
     """
     rows = rows_of_shard(rows, layout.row_shards) * layout.row_shards
     order = sorted(fitting, key=lambda index: len(fitting[index]))
@@ -108,17 +111,17 @@ def start_reading(
             tokens[row, : len(fitting[index])] = fitting[index]
             last[row] = len(fitting[index]) - 1
         placed = place_rows((tokens, last), layout)
-        parts.append((chosen, read_scores(weights, *placed, layout, letters)))
+        parts.append((chosen, read(weights, *placed, layout)))
     return parts
 
 
-def finish_reading(parts: Sequence[ScoredRows]) -> dict[int, float]:
-    """Wait for the scores of texts: by their index."""
-    results: dict[int, float] = {}
+def finish_reading(parts: Sequence[ScoredRows]) -> dict[int, Any]:
+    """Wait for what was read of texts: by their index a number, or an array of them."""
+    results: dict[int, Any] = {}
     found = to_host.fetch([scored for _, scored in parts])
     for (chosen, _), scored in zip(parts, found, strict=True):
         # The last rows of `scored` may be padding.
-        results |= zip(chosen, scored.tolist(), strict=False)
+        results |= zip(chosen, scored.tolist() if scored.ndim == 1 else scored, strict=False)
     return results
 
 
@@ -131,7 +134,7 @@ def model_scorer(reward_model: RewardModel, layout: Layout = ONE_DEVICE) -> Scor
 
     def score(responses: Sequence[Response]) -> Scores:
         nonlocal works
-        parts, failures = start_scoring(reward_model, responses, layout)
+        parts, failures = start_scoring(reward_model, responses, layout, read_scores)
         results: dict[int, float | str] = {**failures, **finish_reading(parts)}
         scores = as_scores([results[index] for index in range(len(responses))])
         works = works or len(scores.failures) < len(responses)
@@ -177,12 +180,22 @@ def read_scores(
     letters: of a language model two tokens; the score is how much likelier the first is to follow
     than the second, in nats. Tokens after that position change nothing.
     """
+    found = logits(model, _states(model, tokens, last, layout))
+    return found[:, 0] if letters is None else found[:, letters[0]] - found[:, letters[1]]
+
+
+@functools.partial(jax.jit, static_argnames="layout")
+def read_states(model: Model, tokens: Array, last: Array, layout: Layout) -> jax.Array:
+    """Compute what a scalar head reads at position last[b] of tokens [B, T]: [B, M] float32."""
+    return _states(model, tokens, last, layout).astype(jnp.float32)
+
+
+def _states(model: Model, tokens: Array, last: Array, layout: Layout) -> jax.Array:
+    """Compute the last hidden states at position last[b] of tokens [B, T]: [B, M]."""
     chex.assert_rank([tokens, last], [2, 1])
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     hidden, _ = forward(model, tokens, positions, attend=causal_on(layout))
-    at_last = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-    found = logits(model, at_last)
-    return found[:, 0] if letters is None else found[:, letters[0]] - found[:, letters[1]]
+    return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +250,7 @@ def preference_scorer(preference_model: PreferenceModel, layout: Layout = ONE_DE
                 preference_model.rows,
                 preference_model.length_bucket,
                 layout,
-                preference_model.letters,
+                functools.partial(read_scores, letters=preference_model.letters),
             )
         )
         won: list[list[float]] = [[] for _ in responses]

@@ -21,6 +21,7 @@ from rlhf_jax.rewards.combination import (
     as_scores,
     in_order,
 )
+from rlhf_jax.rewards.learned import LearnedReward
 from rlhf_jax.rewards.models import RewardModel
 from rlhf_jax.runtime import distributed
 
@@ -41,6 +42,8 @@ class Rewards:
     clip: Callable[[np.ndarray, np.ndarray], np.ndarray]
     # terms of the reward that are models, by name
     models: Mapping[str, RewardModel] = dataclasses.field(default_factory=dict)
+    # the term whose model learns from labels during the run; None: all models are fixed
+    learned: LearnedReward | None = None
     # terms that score samples as they finish, by name
     eager: Mapping[str, EagerScorer] = dataclasses.field(default_factory=dict)
     # the reward of a sample whose scoring failed; None: it is not trained on

@@ -183,7 +183,9 @@ def check_sources(config: Config) -> dict[str, Signature]:
     Raises ValueError or FileNotFoundError for the first reward or measure that cannot work.
     Functions are imported concurrently by separate processes.
     """
-    specs = dict.fromkeys((*config.reward.functions, *config.reward.metrics.values()))
+    reward = config.reward
+    labels = (reward.labels,) if reward.labels else ()
+    specs = dict.fromkeys((*reward.functions, *labels, *reward.metrics.values()))
     for spec in specs:
         source_of(spec).check(spec)
     sources = {spec: source_of(spec) for spec in specs}

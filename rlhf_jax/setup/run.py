@@ -19,6 +19,7 @@ from rlhf_jax.data.batches import Batches, PromptStream
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.generation import drafting
 from rlhf_jax.generation.ahead import restore_samples
+from rlhf_jax.generation.capability import DynamicSampling
 from rlhf_jax.generation.history import History
 from rlhf_jax.generation.precompile import BackgroundCompiler
 from rlhf_jax.generation.reallocation import planner
@@ -34,6 +35,7 @@ from rlhf_jax.mesh import AXES, Layout
 from rlhf_jax.placement.lanes import lanes_of
 from rlhf_jax.placement.plan import training_layout
 from rlhf_jax.rewards.combination import EagerScorer, Scorer, Term, weighted
+from rlhf_jax.rewards.learned import LearnedReward
 from rlhf_jax.rewards.models import PreferenceModel, RewardModel, model_scorer, preference_scorer
 from rlhf_jax.rewards.samples import Rewards, penalise_and_clip, shared_out
 from rlhf_jax.rewards.sources import source_of, term_names
@@ -124,8 +126,6 @@ def _evaluation(
     """Start the measures of held-out texts: the reward, and metrics that are never trained on."""
     config = spec.config
     measures: dict[str, Scorer] = {}
-    if function := rewards.function:
-        measures["reward"] = lambda responses: function(responses, {})[0]
     for name, metric in config.reward.metrics.items():
         scorer = source_of(metric).open(metric, config, alive)
         measures[name] = shared_out(stack.enter_context(scorer))
@@ -139,6 +139,7 @@ def _evaluation(
             seed=config.seed ^ EVALUATION_SEED,
         ),
         samples_per_prompt=settings.samples_per_prompt,
+        rewards=rewards,
         measures=measures,
     )
 
@@ -168,12 +169,20 @@ def _rewards(spec: RunSpec, stack: contextlib.ExitStack, alive: Callable[[], Non
     weights = map(float, reward.weights or (1.0,) * len(scorers))
     terms = [*itertools.starmap(Term, zip(names, weights, scorers, strict=True))]
     function = functools.partial(weighted, terms) if terms else None
+    learned = None
+    if reward.labels:
+        ((name, model),) = models.items()
+        labels = stack.enter_context(source_of(reward.labels).open(reward.labels, config, alive))
+        learned = LearnedReward(
+            name, model, shared_out(labels), reward.label_choice, config.seed, layout
+        )
     clip = functools.partial(penalise_and_clip, missing_end=reward.missing_end, clip=reward.clip)
     return Rewards(
         function,
         spec.policy.tokenizer,
         clip,
         models,
+        learned,
         eager,
         failed=reward.failed if reward.on_failure == "value" else None,
         max_failed=reward.max_failed,
@@ -222,12 +231,26 @@ def _generation_settings(spec: RunSpec, programs: Programs) -> GenerationSetting
         samples_per_prompt=generation.samples_per_prompt,
         max_new_tokens=generation.max_new_tokens,
         temperatures=algorithm_of(config).temperatures(config),
+        dynamic=_dynamic_sampling(config),
         resample=generation.resample,
         repeated_noise=generation.repeated_noise,
         compiler=compiler,
         plan_reallocation=planner.plan_reallocation if planned else None,
         in_turn=config.deterministic,
         scoring_seconds=scoring_seconds,
+    )
+
+
+def _dynamic_sampling(config: Config) -> DynamicSampling | None:
+    """Return the shares of prompts in samples and temperature; None if they are equal."""
+    if not derived.samples_dynamically(config):
+        return None
+    generation = config.generation
+    return DynamicSampling(
+        most=generation.samples_per_prompt,
+        fewest=generation.fewest_samples or generation.samples_per_prompt,
+        temperature=generation.temperature,
+        hottest=generation.hottest or generation.temperature,
     )
 
 

@@ -120,7 +120,7 @@ def check_generation(config: Config) -> None:
         "min_rows",
     )
     require_positive(config, *(f"generation.{name}" for name in positive))
-    not_negative = ("history_tokens", "resample", "repeated_noise")
+    not_negative = ("history_tokens", "resample", "repeated_noise", "fewest_samples", "hottest")
     require_not_negative(config, *(f"generation.{name}" for name in not_negative))
     require(
         generation.top_p == 1 and 0 <= generation.top_k <= MOST_SAMPLED,
@@ -133,8 +133,35 @@ def check_generation(config: Config) -> None:
         f"generation.stop_strings is {generation.stop_strings}; it must hold texts, none empty.",
     )
     require_one_of(config, "generation.acceptance", tuple(RULES))
+    _check_dynamic_sampling(config)
     _check_strategy(config)
     _check_drafter(config)
+
+
+def _check_dynamic_sampling(config: Config) -> None:
+    """Check that samples and temperatures may depend on the rewards of earlier visits."""
+    generation = config.generation
+    if not derived.samples_dynamically(config):
+        return
+    require(
+        generation.fewest_samples <= generation.samples_per_prompt,
+        f"generation.fewest_samples is {generation.fewest_samples}, more than samples_per_prompt ="
+        f" {generation.samples_per_prompt}; lower it.",
+    )
+    require(
+        generation.fewest_samples != 1,
+        "generation.fewest_samples is 1, and a prompt's samples are compared; give 2 or more.",
+    )
+    require(
+        not (config.training.lag or generation.fuse_inference or generation.repeated_noise),
+        "generation.fewest_samples and generation.hottest need training.lag = 0,"
+        " generation.repeated_noise = 0 and no generation.fuse_inference.",
+    )
+    require(
+        not algorithm_of(config).temperatures(config),
+        "algorithm.temperatures gives each sample its own; set generation.fewest_samples and"
+        " generation.hottest to 0.",
+    )
 
 
 def _check_strategy(config: Config) -> None:

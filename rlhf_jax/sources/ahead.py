@@ -96,7 +96,7 @@ class RolloutsAhead(Rollouts):
         metrics = ahead.metrics | self.measured(rewarded, attempts=1)
         metrics["inference/seconds"] = work.metrics["inference/seconds"]
         rest = dataclasses.replace(remembered(host), ahead=None)
-        after = dataclasses.replace(host, generation=rest)
+        after = dataclasses.replace(host, generation=rest).remember("reward", work.memory)
         drawn = self.drawn(rewarded, after, metrics, began, [])
         return dataclasses.replace(drawn, behind=host.step - ahead.drawn_at)
 

@@ -35,7 +35,7 @@ from rlhf_jax.rewards.combination import Response, RewardResult, Score
 from rlhf_jax.rewards.samples import Rewards, compute_rewards, responses_of
 from rlhf_jax.runtime import distributed
 from rlhf_jax.state import HostState, Observer, RolloutStats, lengths_by_prompt, remembered
-from rlhf_jax.types import Model
+from rlhf_jax.types import Memory, Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +94,8 @@ class RollOut:
         self.repeated_ids: set[int] = set()
         # by request id, the row of its prompt
         self.row_of: dict[int, int] = {}
+        # of a reward that learns
+        self.memory: Memory = self.host.memory.get("reward", {})
         # by sample id, scores that slices computed during generation
         self.scored: dict[int, Scored] = {}
 
@@ -141,7 +143,13 @@ class RollOut:
             responses = responses_of(samples, self.prompts, prompt_rows, self.rewards.tokenizer)
             began = time.perf_counter()
             known = self._known_results(samples)
+            learning = {}
+            if learned := self.rewards.learned:
+                found, self.memory, learning = learned.learn(responses, self.memory)
+                for index, own in enumerate(known):
+                    own[learned.name] = found[index]
             rewards, metrics = compute_rewards(responses, self.rewards, known)
+            metrics |= learning
             rewarded = (began, time.perf_counter())
         ended = np.array([settings.decoding.ended_itself(sample.tokens) for sample in samples])
         clipped = self.rewards.clip(rewards, ended)

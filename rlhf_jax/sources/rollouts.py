@@ -79,6 +79,7 @@ class Rollouts:
         stats, spans, metrics = work.close(whole.samples, models[1])
         next_id = before.next_id + len(whole.samples)
         after = host.after_draw(position, before.after(kept.samples, stats, next_id))
+        after = after.remember("reward", work.memory)
         if settings.dynamic:
             known = host.memory.get("capability", {})
             rows = np.concatenate(visited)

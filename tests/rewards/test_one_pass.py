@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from places import GOLDEN
 
+from rlhf_jax.models.files.source import open_source
+from rlhf_jax.rewards.combination import Response, as_scores
+from rlhf_jax.rewards.learned import CHOICES, LearnedReward
+from rlhf_jax.rewards.models import RewardModel, model_scorer
 from rlhf_jax.rewards.one_pass import CG_ABOVE, OnePassReward, cg_step, sigmoid
 
 D = 12
@@ -83,4 +89,73 @@ def test_what_cannot_be_learned_is_one_sentence():
     with pytest.raises(ValueError, match="is not finite"):
         OnePassReward.begin(D).learn(np.full((1, D), np.nan), np.ones(1))
     with pytest.raises(ValueError, match="use cg_step"):
-        OnePassReward.begin(CG_ABOVE + 1)
+        OnePassReward.begin(CG_ABOVE + 1).learn(np.ones((1, CG_ABOVE + 1)), np.ones(1))
+
+
+def test_what_is_saved_learns_on_as_before():
+    differences, labels, _ = labelled(64)
+    whole = OnePassReward.begin(D, regularizer=2.0, theta=np.full(D, 0.1))
+    whole.learn(differences, labels)
+    first = OnePassReward.begin(D, regularizer=2.0, theta=np.full(D, 0.1))
+    first.learn(differences[:40], labels[:40])
+    second = OnePassReward.restored(first.state())
+    second.learn(differences[40:], labels[40:])
+    np.testing.assert_array_equal(second.theta, whole.theta)
+    np.testing.assert_array_equal(second.average, whole.average)
+    assert second.labels == 64 and first.labels == 40
+
+
+def by_length(responses):
+    return as_scores([float(len(one.response)) for one in responses])
+
+
+def groups_of_words(random, count: int) -> list[Response]:
+    """Four responses of some words to each prompt."""
+    words = ("so", "be", "it", "now", "then")
+    return [
+        Response("Hi", [{"role": "user", "content": "Hi"}], {}, " ".join(text), [], group)
+        for group in range(count)
+        for text in (random.choice(words, 1 + place) for place in random.permutation(4))
+    ]
+
+
+@pytest.fixture(scope="module")
+def reward_model():
+    source = open_source(GOLDEN / "qwen2_reward")
+    return RewardModel(source, source.load(jnp.float32), rows=8)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_head_learns_from_labels_of_a_runs_own_responses(reward_model, choice):
+    learned = LearnedReward("judge", reward_model, by_length, choice, seed=0)
+    responses = groups_of_words(np.random.default_rng(0), 3)
+    before = model_scorer(reward_model)(responses).values
+    found = [result.value for result in learned.results(responses, {}).values()]
+    np.testing.assert_allclose(found, before, atol=2e-5)
+
+    memory, predicted = {}, []
+    for step in range(12):
+        responses = groups_of_words(np.random.default_rng(step + 1), 8)
+        _, memory, metrics = learned.learn(responses, memory)
+        predicted.append(metrics["labels/predicted"])
+    assert metrics["labels/learned"] == 12 * 8 and metrics["labels/failed"] == 0
+    assert np.mean(predicted[-4:]) > 0.75
+    fresh = groups_of_words(np.random.default_rng(99), 50)
+    results, same, _ = learned.learn(fresh[:1], memory)  # nothing to compare it with
+    assert same is memory and results[0] == learned.results(fresh[:1], memory)[0]
+    rated = np.array([one.value for one in learned.results(fresh, memory).values()]).reshape(-1, 4)
+    lengths = np.array([len(one.response) for one in fresh]).reshape(-1, 4)
+    best = lengths[np.arange(50), rated.argmax(axis=1)] == lengths.max(axis=1)
+    assert best.mean() > 0.6  # 0.25 by chance
+
+
+def test_equal_and_failed_labels_teach_nothing(reward_model):
+    responses = groups_of_words(np.random.default_rng(0), 4)
+    for labels, failed in (
+        (lambda own: as_scores([1.0] * len(own)), 0),
+        (lambda own: as_scores(["has no label"] * len(own)), 4),
+    ):
+        learned = LearnedReward("judge", reward_model, labels, "random", seed=0)
+        _, memory, metrics = learned.learn(responses, {})
+        assert (memory, metrics["labels/learned"]) == ({}, 0.0)
+        assert metrics["labels/failed"] == failed and "labels/predicted" not in metrics
