@@ -59,7 +59,8 @@ def test_a_run_draws_fewer_samples_of_what_it_has_mastered(tmp_path, one_device)
     tiny_run.make_files(tmp_path)
     model = tiny_run.make_model(tmp_path / "tiny")
     (tmp_path / "reward.py").write_text(
-        "def vowels(prompt, response, row):\n    return float(row['prompt'] in ('Say a', 'Say b'))\n"
+        "def vowels(prompt, response, row):\n"
+        "    return float(row['prompt'] in ('Say a', 'Say b'))\n"
     )
     config = command_line.read(
         tiny_run.arguments(
