@@ -32,6 +32,7 @@ from rlhf_jax.report.workflow import RECORD, write_workflow
 from rlhf_jax.runtime.extensions import is_of_file
 from rlhf_jax.runtime.files import find, is_remote, write_atomically
 from rlhf_jax.runtime.foreign import one_line
+from rlhf_jax.setup.validation import check_values
 
 
 class StageRun(NamedTuple):
@@ -128,6 +129,10 @@ def read_stages(spec: str, workdir: pathlib.Path, changes: Sequence[str]) -> lis
                 f"dry_run is set; check a stage by rlhf-jax train {' '.join(words)}, whose earlier"
                 " stages are done."
             )
+        try:
+            check_values(config)
+        except (ValueError, FileNotFoundError) as error:
+            raise type(error)(f"{name}: {error}") from error
         stages.append(StageRun(name, place, config, words))
     _check_order(stages, workdir)
     return stages

@@ -51,6 +51,17 @@ def validate(config: Config, num_devices: int, num_processes: int = 1) -> dict[s
     Files are looked for, and rewards imported in processes of their own; the model is checked when
     it is opened. Raises ValueError or FileNotFoundError, in one sentence, for the first problem.
     """
+    check_values(config)
+    _check_devices(config, num_devices, num_processes)
+    # last, as the functions are imported
+    return check_sources(config) if derived.rewarded(config) else {}
+
+
+def check_values(config: Config) -> None:
+    """Check the values of a config as far as that needs no device and no code of a reward's.
+
+    Raises ValueError or FileNotFoundError, in one sentence, for the first problem.
+    """
     require_texts(config)
     for name, value in flat(config).items():
         finite = not isinstance(value, float) or math.isfinite(value)
@@ -77,9 +88,6 @@ def validate(config: Config, num_devices: int, num_processes: int = 1) -> dict[s
     algorithm.check(config)
     _check_unused(config)
     _check_aggregate(config)
-    _check_devices(config, num_devices, num_processes)
-    # last, as the functions are imported
-    return check_sources(config) if derived.rewarded(config) else {}
 
 
 def _check_run(config: Config) -> None:
