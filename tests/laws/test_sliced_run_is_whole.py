@@ -2,6 +2,7 @@
 wherever it is scored.
 """
 
+import functools
 import json
 import runpy
 from pathlib import Path
@@ -28,6 +29,7 @@ def run(tmp_path_factory):
     tiny_run.make_files(home)
     every_device = jax.devices()
 
+    @functools.cache
     def run(slices: int, **changes) -> Path:
         folder = home / "-".join(
             [str(slices), *(Path(str(value)).name for value in changes.values())]
