@@ -57,14 +57,15 @@ def alone(run):
     return run(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slices", "fused", "reallocate"),
     [
-        pytest.param(2, True, True, marks=pytest.mark.slow),
-        pytest.param(2, False, False, marks=pytest.mark.slow),
-        pytest.param(2, False, True, marks=pytest.mark.slow),
-        pytest.param(4, True, True, marks=[pytest.mark.slow, pytest.mark.long]),
-        pytest.param(4, True, False, marks=pytest.mark.slow),
+        (2, True, True),
+        (2, False, True),
+        (4, True, False),
+        pytest.param(2, False, False, marks=pytest.mark.long),
+        pytest.param(4, True, True, marks=pytest.mark.long),
     ],
 )
 def test_slices_leave_what_one_leaves(run, alone, slices, fused, reallocate):
