@@ -64,6 +64,9 @@ REFERENCE = Kernels()
 INTERPRETED = Kernels(
     tree_attention="interpret", verify_head="interpret", commit="interpret", logprobs="interpret"
 )
+# Those of a layout that names none. `pytest --kernels interpret` assigns others, before
+# rlhf_jax.mesh is imported and reads it.
+DEFAULT_KERNELS = REFERENCE
 
 
 def choose(

@@ -22,7 +22,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels.dispatch import REFERENCE, Kernels
+from pallas_kernels.dispatch import DEFAULT_KERNELS, Kernels
 from rlhf_jax.runtime.shards import place_parts
 
 AXES: tuple[str, ...] = ("slices", "data", "fsdp", "tensor")
@@ -64,7 +64,7 @@ class Layout:
     mesh: AnyMesh | None = None
     # the row of `ROLES` that defines how weights are split
     role: str = "training"
-    kernels: Kernels = REFERENCE
+    kernels: Kernels = DEFAULT_KERNELS
     # of matrix products; sums and log-probs are always float32
     dtype: np.dtype = FLOAT32
     # the kind of decoding's key-value caches, a name in `cache.state.CACHE_KINDS`

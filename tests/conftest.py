@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 # All are read before jax has its first device. Single-device tests run as fast with eight devices
 # as with one.
@@ -31,8 +31,10 @@ import pytest
 import soon
 from places import SUPPORT
 
-from rlhf_jax.models.transformer import init, unstack
-from rlhf_jax.types import Model, ModelConfig
+from pallas_kernels import dispatch
+
+if TYPE_CHECKING:  # imported where it is used: `pytest_configure` sets rlhf_jax's default kernels
+    from rlhf_jax.types import Model, ModelConfig
 
 # Tracing makes many objects and few cycles; looking for them takes a seventh of all time else.
 gc.set_threshold(100_000, 10, 10)
@@ -110,16 +112,11 @@ def pytest_collection_finish() -> None:
 
 def _interpret_kernels() -> None:
     """Other defaults than the reference, for configs and for whoever generates without one."""
-    from pallas_kernels.dispatch import INTERPRETED, REFERENCE
+    assert "rlhf_jax.mesh" not in sys.modules, "Its default layout has the kernels from before."
+    dispatch.DEFAULT_KERNELS = dispatch.INTERPRETED
     from rlhf_jax.config import schema
-    from rlhf_jax.mesh import ONE_DEVICE, Layout
 
-    kernels = schema.DEFAULTS["kernels"]
-    schema.DEFAULTS["kernels"] = dict.fromkeys(kernels, "interpret")
-    init: Any = Layout.__init__
-    defaults = {REFERENCE: INTERPRETED}
-    init.__defaults__ = tuple(defaults.get(one, one) for one in init.__defaults__)
-    object.__setattr__(ONE_DEVICE, "kernels", INTERPRETED)
+    schema.DEFAULTS["kernels"] = dict.fromkeys(dispatch.FUNCTIONS, "interpret")
 
 
 @pytest.fixture(scope="session")
@@ -190,6 +187,8 @@ def uncached() -> Iterator[None]:
 @pytest.fixture
 def tiny() -> ModelConfig:
     """Two layers, grouped heads, tied: a model small enough to check by hand."""
+    from rlhf_jax.types import ModelConfig
+
     return ModelConfig(
         family="llama",
         vocab_size=320,
@@ -207,6 +206,9 @@ def tiny() -> ModelConfig:
 @pytest.fixture(scope="module")
 def target() -> Model:
     """A random policy of three layers, as it decodes."""
+    from rlhf_jax.models.transformer import init, unstack
+    from rlhf_jax.types import ModelConfig
+
     return unstack(init(jax.random.key(0), ModelConfig("llama", 300, 64, 96, 3, 4, 2, 16, 128)))
 
 

@@ -13,6 +13,7 @@ from places import ROOT
 
 from rlhf_jax import command
 from rlhf_jax.command import config as config_command
+from rlhf_jax.command import export
 from rlhf_jax.config import command_line, default, schema
 
 
@@ -102,3 +103,17 @@ def test_files_beside_the_config_are_found_from_anywhere(tmp_path, monkeypatch):
     assert config.sinks == (f"{tmp_path}/reward.py:vowels", "wandb")
     monkeypatch.chdir(tmp_path)
     assert command_line.load("config.py").data.train == "prompts.jsonl"
+
+
+@pytest.mark.parametrize("config", [None, "{}", '{"model": 1}', "{"])
+def test_export_refuses_in_one_sentence(tmp_path, capsys, config):
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    assert command.main(["export", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and "config.json" in said and said.count("\n") == 1
+
+
+def test_export_finds_the_model_of_a_run(tmp_path):
+    (tmp_path / "config.json").write_text('{"model": {"path": "org/name"}, "steps": 3}')
+    assert export.configured(tmp_path, "model", "path") == "org/name"

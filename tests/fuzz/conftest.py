@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import child
-import originals
 import pytest
+
+if TYPE_CHECKING:
+    from child import Child
 
 # Files that another one's reader reads, too.
 READ_WITH = {
@@ -23,12 +25,16 @@ READ_WITH = {
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory) -> dict[str, Path]:
+    import originals  # not before the options are read: see `pytest_configure`
+
     return originals.make(tmp_path_factory.mktemp("originals"))
 
 
 @pytest.fixture(scope="session")
-def process() -> Iterator[child.Child]:
-    own = child.Child()
+def process() -> Iterator[Child]:
+    from child import Child
+
+    own = Child()
     yield own
     own.close()
 

@@ -57,8 +57,21 @@ def test_what_cannot_be_compiled_ahead_is_said_and_left_to_the_phase():
     programs.close()
 
 
-@pytest.mark.parametrize("strategies", ["plain", "plain lookup-chain-2", "model-chain-2"])
-@pytest.mark.parametrize("meshed", [False, True])
+def seldom(*values):
+    return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.long])
+
+
+@pytest.mark.parametrize(
+    ("strategies", "meshed"),
+    [
+        ("plain", True),
+        ("plain lookup-chain-2", False),
+        ("model-chain-2", True),
+        seldom("plain", False),
+        seldom("plain lookup-chain-2", True),
+        seldom("model-chain-2", False),
+    ],
+)
 def test_a_stage_finds_its_programs_compiled(strategies, meshed, target, drafter, compilations):
     """Samples of several lengths: rows are begun, shrink by halves, read what ended, and end."""
     layout = ONE_DEVICE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from places import ROOT
 from rlhf_jax.config import default
 from rlhf_jax.generation import drafting
 from rlhf_jax.generation.speculative import protocol
+from rlhf_jax.models import weight_table
 from rlhf_jax.runtime.extensions import Registry, is_of_file
 from rlhf_jax.setup.run_spec import register_own
 
@@ -98,6 +100,7 @@ class Lines:
     def close(self):
         self.file.close()
 """
+launch = runpy.run_path(str(ROOT / "launch" / "train.py"), run_name="launch")
 NAMES = {"algorithm.estimator": "ESTIMATOR", "algorithm.loss": "loss", "algorithm.name": "DOUBLED"}
 
 
@@ -117,9 +120,23 @@ def command(folder, **changes):
     return [sys.executable, str(ROOT / "launch" / "train.py"), *words[1:]]
 
 
-def run(words, **changes: str):
-    environment = tiny_run.environment(**changes)
-    return subprocess.run(words, capture_output=True, text=True, env=environment)
+def run(words):
+    return subprocess.run(words, capture_output=True, text=True, env=tiny_run.environment())
+
+
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory):
+    """A folder for commands, with a file of mistakes."""
+    folder = tmp_path_factory.mktemp("wrong")
+    (folder / "wrong.py").write_text(WRONG)
+    return folder
+
+
+@pytest.fixture
+def restored(monkeypatch):
+    """A drafter that a test registers is unknown again after it."""
+    monkeypatch.setattr(protocol, "DRAFTERS", dict(protocol.DRAFTERS))
+    monkeypatch.setattr(drafting, "DRAFTERS", protocol.DRAFTERS)
 
 
 @pytest.mark.slow
@@ -205,19 +222,19 @@ def test_a_drafter_is_chosen_where_it_pays(tmp_path):
         ("generation__drafters", "('{folder}/none.py:f',)", "there is no file"),
     ],
 )
-def test_what_cannot_be_is_one_sentence_before_weights_are_read(tmp_path, key, value, sentence):
-    words = command(tmp_path)
-    (tmp_path / "wrong.py").write_text(WRONG)
-    given = value.format(own=tmp_path / "own.py", wrong=tmp_path / "wrong.py", folder=tmp_path)
+def test_what_cannot_be_is_one_sentence_before_weights_are_read(
+    wrong, key, value, sentence, restored, one_device, capsys, monkeypatch
+):
+    words = command(wrong)
+    monkeypatch.setattr(weight_table, "assemble", lambda *_: pytest.fail("weights are read"))
+    given = value.format(own=wrong / "own.py", wrong=wrong / "wrong.py", folder=wrong)
     words.append(f"--config.{key.replace('__', '.')}={given}")
-    refused = run(words)
-    assert refused.returncode == 2 and sentence in refused.stderr
-    assert refused.stderr.startswith("error: ") and refused.stderr.count("\n") == 1
+    assert launch["main"](words[1:]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said and said.startswith("error: ") and said.count("\n") == 1
 
 
-def test_a_drafter_of_a_file_is_registered_once_however_many_runs_name_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(protocol, "DRAFTERS", dict(protocol.DRAFTERS))
-    monkeypatch.setattr(drafting, "DRAFTERS", protocol.DRAFTERS)
+def test_a_drafter_of_a_file_is_registered_once_however_many_runs_name_it(tmp_path, restored):
     (tmp_path / "own.py").write_text(OWN)
     config = default()
     config.generation.drafters = (f"{tmp_path}/own.py:Repeats",)

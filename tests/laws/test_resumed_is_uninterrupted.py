@@ -65,11 +65,6 @@ def moments(events: dict[str, int], count: int, seed: int) -> list[tuple[str, in
     return chosen
 
 
-def test_killed_and_resumed_is_uninterrupted(place, whole):
-    left, events = whole
-    kill_and_resume(place, "killed", moments(events, 1, seed=0)[0], left)
-
-
 @pytest.mark.parametrize(
     "index", [pytest.param(i, marks=[pytest.mark.long] * (i > 0)) for i in range(20)]
 )

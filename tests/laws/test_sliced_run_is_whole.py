@@ -2,6 +2,7 @@
 wherever it is scored.
 """
 
+import functools
 import json
 import runpy
 from pathlib import Path
@@ -28,6 +29,7 @@ def run(tmp_path_factory):
     tiny_run.make_files(home)
     every_device = jax.devices()
 
+    @functools.cache
     def run(slices: int, **changes) -> Path:
         folder = home / "-".join(
             [str(slices), *(Path(str(value)).name for value in changes.values())]
@@ -55,14 +57,15 @@ def alone(run):
     return run(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slices", "fused", "reallocate"),
     [
-        pytest.param(2, True, True, marks=pytest.mark.slow),
-        pytest.param(2, False, False, marks=pytest.mark.slow),
-        pytest.param(2, False, True, marks=pytest.mark.slow),
-        pytest.param(4, True, True, marks=[pytest.mark.slow, pytest.mark.long]),
-        pytest.param(4, True, False, marks=pytest.mark.slow),
+        (2, True, True),
+        (2, False, True),
+        (4, True, False),
+        pytest.param(2, False, False, marks=pytest.mark.long),
+        pytest.param(4, True, True, marks=pytest.mark.long),
     ],
 )
 def test_slices_leave_what_one_leaves(run, alone, slices, fused, reallocate):

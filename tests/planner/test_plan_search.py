@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import xml.etree.ElementTree
@@ -35,6 +36,7 @@ def config_of(name: str, **changes):
     return config
 
 
+@functools.cache  # several tests ask for the same
 def searched(name: str, devices: str, lag: int = 0, **changes):
     config = config_of(name, **changes)
     return search_plans(config, plan_run(config, parse_hardware(devices)), lag)

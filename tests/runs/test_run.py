@@ -160,44 +160,6 @@ def test_few_frames_stand_between_the_command_and_a_program(arguments, one_devic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy, method", [("lookup-chain-2", PPO), ("model-tree-2x2", {})])
-def test_eight_devices_give_the_text_and_losses_of_one(
-    strategy, method, arguments, folder, tmp_path, monkeypatch
-):
-    """Data x FSDP x tensor: the same samples while rows finish and shrink, losses within 1e-4, over
-    two steps.
-    """
-    shapes = {"one": (1, 1, 1), "eight": (2, 2, 2)}
-    devices = jax.devices()
-    found = {}
-    for name, (data, fsdp, tensor) in shapes.items():
-        used = devices[: data * fsdp * tensor]
-        monkeypatch.setattr(jax, "devices", lambda *_, used=used: used)
-        monkeypatch.setattr(jax, "device_count", lambda used=used: len(used))
-        mesh = {"mesh__data": data, "mesh__fsdp": fsdp, "mesh__tensor": tensor}
-        rows = {
-            "generation__max_rows": 16,
-            "generation__min_rows": 4,
-            "generation__strategy": strategy,
-        }
-        changes = {"workdir": tmp_path / name, "steps": 2, "drafter__path": folder}
-        assert launch["main"](arguments(**mesh, **rows, **changes, **method)) == 0
-        run = tmp_path / name
-        found[name] = [
-            lines(run / f"{file}.jsonl") for file in ("samples", "evaluations", "metrics")
-        ]
-    one = found.pop("one")
-    for other in found.values():
-        assert one[0] == other[0]
-        assert [e["samples"] for e in one[1]] == [e["samples"] for e in other[1]]
-        for a, b in zip(one[2], other[2], strict=True):
-            assert b["generation/occupancy"] == a["generation/occupancy"] > 0.3
-            names = {"loss/policy", "kl/mean", "gradient/norm", "reward/mean", "loss/value"}
-            for key in names & a.keys():
-                assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-5), key
-
-
-@pytest.mark.slow
 def test_top_k_is_renormalised_in_training(arguments, tmp_path, one_device):
     """The sampled sets travel into training: its law is the sampled one, so the ratio starts at
     1.

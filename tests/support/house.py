@@ -189,10 +189,10 @@ def eager_imports_of_tools(sources: Sources) -> list[str]:
     """List the imports of `TOOLS`, outside of functions, by what is no command."""
     found = []
     for source, node, path in _import_lines(sources):
-        inside = {id(one) for f in functions(source) for one in ast.walk(f.node)}
-        free = (*TOOLS, COMMANDS)
-        if _folder(path) in TOOLS and _folder(source.path) not in free and id(node) not in inside:
-            found.append(f"{source.path}:{node.lineno} {ast.unparse(node)}")
+        if _folder(path) in TOOLS and _folder(source.path) not in (*TOOLS, COMMANDS):
+            inside = {id(one) for f in functions(source) for one in ast.walk(f.node)}
+            if id(node) not in inside:
+                found.append(f"{source.path}:{node.lineno} {ast.unparse(node)}")
     return found
 
 
