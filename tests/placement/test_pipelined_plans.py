@@ -26,23 +26,26 @@ from rlhf_jax.placement.pipelined import (
     StageTimes,
     check_layers,
     check_pipelines,
-    crossover_tokens,
     fill_with_copies,
     fused_schedule,
     joint_problem,
     limit_inputs,
-    quick_bound,
     serial_schedule,
 )
 from rlhf_jax.placement.plan import Placement, Plan, read_plan
 from rlhf_jax.planner.describe import predict_calls
 from rlhf_jax.planner.describe_search import print_search
 from rlhf_jax.planner.hardware import parse_hardware
-from rlhf_jax.planner.pipelined_plans import best_pipelined
+from rlhf_jax.planner.pipelined_plans import (
+    best_pipelined,
+    crossover_tokens,
+    placements_of,
+    policy_pipelines,
+)
 from rlhf_jax.planner.planned import plan_run
 from rlhf_jax.planner.priced import PlanPrices
 from rlhf_jax.planner.search.costs import LATENCY
-from rlhf_jax.planner.search.pipelines import placements_of, policy_pipelines
+from rlhf_jax.planner.search.pipelines import quick_bound
 from rlhf_jax.planner.searched import Searched, find_with_pipelines, search_plans
 from rlhf_jax.training.schedules import NEAR, RUN_TRIES
 
