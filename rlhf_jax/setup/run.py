@@ -15,7 +15,6 @@ from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.generation.requests import GenerationConfig
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.inference.scoring import ScoringSettings
-from rlhf_jax.placement.lanes import lanes_of
 from rlhf_jax.rewards.combination import EagerScorer, Scorer, Term, weighted
 from rlhf_jax.rewards.models import RewardModel, model_scorer
 from rlhf_jax.rewards.preferences import PreferenceModel, preference_scorer
@@ -50,7 +49,7 @@ def make_run(
     """
     config = spec.config
     frozen = frozen_models(spec)
-    lanes = lanes_of(spec.plan)
+    lanes = spec.plan.lanes()
     scoring = ScoringSettings.from_config(config, spec.layouts)
     stream = PromptStream(spec.prompts, settings.batches(spec))
     generation = None
