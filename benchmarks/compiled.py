@@ -199,8 +199,16 @@ def lower_round(topology: str, layers: int, chosen: Kernels, row_count: int, nod
     chain = row_shapes(
         lambda: tree.as_data(tree.parse(f"lookup-chain-{nodes - 1}"), row_count), layout
     )
-    options = dict(truncation=UNTRUNCATED, stop_tokens=(0,), layout=layout)
-    return run_round.lower(model_shapes(model, layout), state, drafts, None, chain, **options)
+    return run_round.lower(
+        model_shapes(model, layout),
+        state,
+        drafts,
+        None,
+        chain,
+        truncation=UNTRUNCATED,
+        stop_tokens=(0,),
+        layout=layout,
+    )
 
 
 if __name__ == "__main__":

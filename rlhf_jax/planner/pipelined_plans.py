@@ -23,7 +23,6 @@ from rlhf_jax.types import ModelConfigs
 
 PIPELINED = "pipelined"  # name of the best plan that trains as pipelines
 PIPELINED_SECONDS = 20.0  # CPU seconds to place the other calls of such a plan
-REACHED = 0.6  # share of a chip's peak FLOPs that products alone reach
 COMPARED_ROWS = 64  # largest micro-batch, in rows, for which trainings are compared
 
 
@@ -140,8 +139,14 @@ def policy_pipelines(base: Placement, node_chips: int, models: ModelConfigs) -> 
                 continue
             for fsdp in range(1, shards + 1):
                 if shards % fsdp == 0 and width % fsdp == 0:
-                    shape = {"slices": stages, "data": shards // fsdp, "fsdp": fsdp}
-                    yield dataclasses.replace(base, **shape, tensor=tensor, pipelined=True)
+                    yield dataclasses.replace(
+                        base,
+                        slices=stages,
+                        data=shards // fsdp,
+                        fsdp=fsdp,
+                        tensor=tensor,
+                        pipelined=True,
+                    )
 
 
 def placements_of(policy: Placement, models: ModelConfigs) -> dict[str, Placement]:
@@ -202,13 +207,12 @@ def compare_trainings(prices: PlanPrices) -> TrainingComparison | None:
     hardware = prices.hardware
     chip = hardware.chip
     assert chip is not None, "Plans are priced for known chips alone."
-    node_chips = hardware.count // hardware.nodes
     tokens = minibatch * derived.text_tokens(config)
     _, pipelined_rows, best = min(of_pipelines, key=lambda one: one[0])
     seconds, sharded_rows, other = min(of_shards, key=lambda one: one[0])
     return TrainingComparison(
         tokens=tokens / hardware.count,
-        crossover=crossover_tokens(chip.flops, node_chips, chip.network_bandwidth),
+        crossover=chip.crossover_tokens(hardware.count // hardware.nodes),
         pipelined=best,
         pipelined_rows=pipelined_rows,
         sharded=other.placed,
@@ -216,17 +220,3 @@ def compare_trainings(prices: PlanPrices) -> TrainingComparison | None:
         sharded_rows=sharded_rows,
         in_turn_seconds=in_turn,
     )
-
-
-def crossover_tokens(
-    flops: float, node_chips: int, network: float, reached: float = REACHED
-) -> float:
-    """Return the tokens per chip and optimizer step below which pipelines beat FSDP.
-
-    t* = F eta / (2 D s). A step of FSDP brings 6 bytes of each of P parameters to each node
-    (bfloat16 weights twice and gradients once), in 6 P / (D s) seconds: D chips per node with s
-    bytes per second each of its network. Its products take 6 P t / (F eta) seconds, for t tokens
-    per chip at a share eta of F FLOPs per second. A pipeline with as many micro-batches as stages
-    takes twice as long as its products: as long as the gathers at t = t*.
-    """
-    return flops * reached / (2 * node_chips * network)

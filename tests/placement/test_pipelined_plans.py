@@ -36,12 +36,7 @@ from rlhf_jax.placement.plan import Placement, Plan, read_plan
 from rlhf_jax.planner.describe import predict_calls
 from rlhf_jax.planner.describe_search import print_search
 from rlhf_jax.planner.hardware import parse_hardware
-from rlhf_jax.planner.pipelined_plans import (
-    best_pipelined,
-    crossover_tokens,
-    placements_of,
-    policy_pipelines,
-)
+from rlhf_jax.planner.pipelined_plans import best_pipelined, placements_of, policy_pipelines
 from rlhf_jax.planner.planned import plan_run
 from rlhf_jax.planner.priced import PlanPrices
 from rlhf_jax.planner.search.costs import LATENCY
@@ -86,9 +81,11 @@ def found() -> Searched:
 def test_the_crossover_is_below_a_thousand_tokens_at_400_gigabits_and_3000_at_100():
     chip = parse_hardware("gpu:8:h100").chip
     assert chip is not None
-    assert crossover_tokens(chip.flops, 8, 5e10) == pytest.approx(750, rel=0.05)
-    assert crossover_tokens(chip.flops, 8, 1.25e10) == pytest.approx(3100, rel=0.05)
-    assert crossover_tokens(2e12, node_chips=4, network=1e9, reached=0.5) == 125.0
+    for network, tokens in ((5e10, 750), (1.25e10, 3100)):
+        slower = chip._replace(network_bandwidth=network)
+        assert slower.crossover_tokens(8) == pytest.approx(tokens, rel=0.05)
+    small = chip._replace(flops=2e12, network_bandwidth=1e9)
+    assert small.crossover_tokens(4) == pytest.approx(150)
 
 
 @pytest.mark.slow
