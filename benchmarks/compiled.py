@@ -90,11 +90,13 @@ def measure(options: argparse.Namespace) -> Iterator[dict]:
             yield case | figures(program) | where | versions(chip)
     for chip in options.chips if options.layers else ():
         for how, chosen in contenders(one(chip)):
-            size = (options.rows, options.nodes)
-            program = lower_round(EIGHT[chip], options.layers, chosen, *size)
+            lower = functools.partial(
+                lower_round, EIGHT[chip], chosen=chosen, row_count=options.rows, nodes=options.nodes
+            )
+            program = lower(options.layers)
             case = {"what": "round", "how": how, "shape": "llama3_8b", "layers": options.layers}
             if chip == "h100":
-                fewer = lower_round(EIGHT[chip], options.layers - 1, chosen, *size)
+                fewer = lower(options.layers - 1)
                 deep, shallow = (compile_to_machine_code(each)[0] for each in (program, fewer))
                 counts = launched(deep).counts - launched(shallow).counts
                 case |= {"of_a_layer": dict(counts)}
