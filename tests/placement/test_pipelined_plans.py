@@ -78,16 +78,6 @@ def found() -> Searched:
     return search_plans(config, run)
 
 
-def test_the_crossover_is_below_a_thousand_tokens_at_400_gigabits_and_3000_at_100():
-    chip = parse_hardware("gpu:8:h100").chip
-    assert chip is not None
-    for network, tokens in ((5e10, 750), (1.25e10, 3100)):
-        slower = chip._replace(network_bandwidth=network)
-        assert slower.crossover_tokens(8) == pytest.approx(tokens, rel=0.05)
-    small = chip._replace(flops=2e12, network_bandwidth=1e9)
-    assert small.crossover_tokens(4) == pytest.approx(150)
-
-
 @pytest.mark.slow
 @pytest.mark.long
 def test_pipelines_are_found_at_256_tokens_a_gpu_and_a_slow_network(found, tmp_path):
