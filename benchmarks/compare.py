@@ -30,11 +30,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, NamedTuple
 
 PEERS = ("transformers", "tunix")
+PEER_FOLDER = Path(__file__).parent / "peers"
 SETTLE_SECONDS = 0.5  # thread pools of the engine before spin on after their last task
 
 
@@ -66,7 +67,9 @@ def main() -> None:
         workers = []
         facts = {}
         for name, python in pythons.items():
-            workers.append(stack.enter_context(start(name, python, arguments.model)))
+            script = PEER_FOLDER / f"{name}_worker.py"
+            line = [python, str(script), str(arguments.model)]
+            workers.append(stack.enter_context(start(name, line)))
             facts[name] = warm_up(workers[-1], cases, vocabulary)
         for case in cases:
             turns = [
@@ -144,17 +147,15 @@ def command(case: Case, vocabulary: int, seed: int) -> dict:
 
 
 @contextlib.contextmanager
-def start(name: str, python: str, model: Path) -> Iterator[Worker]:
-    """The worker of an engine, ended on exit."""
-    script = Path(__file__).parent / "peers" / f"{name}_worker.py"
-    line = [python, str(script), str(model)]
-    process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin and process.stdout
-    try:
-        yield Worker(name, process.stdin, process.stdout)
-    finally:
-        process.kill()
-        process.wait()
+def start(name: str, line: list[str], env: Mapping[str, str] | None = None) -> Iterator[Worker]:
+    """The worker of an engine by its command line, ended on exit. env: this process's if None."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(line, stdin=pipe, stdout=pipe, text=True, env=env) as process:
+        assert process.stdin and process.stdout
+        try:
+            yield Worker(name, process.stdin, process.stdout)
+        finally:
+            process.kill()
 
 
 def warm_up(worker: Worker, cases: list[Case], vocabulary: int) -> dict:

@@ -33,19 +33,18 @@ from benchmarks.machine_code import compile_to_machine_code, launched
 from benchmarks.shapes import SHAPES, SLOTS
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import REFERENCE, Kernels
-from pallas_kernels.shapes import BLOCK, Shape
+from pallas_kernels.shapes import Shape
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation import rows
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.round import run_round
 from rlhf_jax.generation.speculative.sampling import UNTRUNCATED
 from rlhf_jax.mesh import Layout
-from rlhf_jax.models import transformer
-from rlhf_jax.models.shardings import model_shardings
 from rlhf_jax.planner.hardware import parse_hardware
 from rlhf_jax.planner.search.collectives import find_collectives
+from rlhf_jax.planner.shapes import model_shapes, row_shapes
 from rlhf_jax.planner.topology import compiler_version, topology_devices
-from rlhf_jax.types import Model, ModelConfig
+from rlhf_jax.types import ModelConfig
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 EVERY = CHIPS | {"h100": "gpu:1:h100"}
@@ -91,11 +90,13 @@ def measure(options: argparse.Namespace) -> Iterator[dict]:
             yield case | figures(program) | where | versions(chip)
     for chip in options.chips if options.layers else ():
         for how, chosen in contenders(one(chip)):
-            size = (options.rows, options.nodes)
-            program = lower_round(EIGHT[chip], options.layers, chosen, *size)
+            lower = functools.partial(
+                lower_round, EIGHT[chip], chosen=chosen, row_count=options.rows, nodes=options.nodes
+            )
+            program = lower(options.layers)
             case = {"what": "round", "how": how, "shape": "llama3_8b", "layers": options.layers}
             if chip == "h100":
-                fewer = lower_round(EIGHT[chip], options.layers - 1, chosen, *size)
+                fewer = lower(options.layers - 1)
                 deep, shallow = (compile_to_machine_code(each)[0] for each in (program, fewer))
                 counts = launched(deep).counts - launched(shallow).counts
                 case |= {"of_a_layer": dict(counts)}
@@ -200,37 +201,16 @@ def lower_round(topology: str, layers: int, chosen: Kernels, row_count: int, nod
     chain = row_shapes(
         lambda: tree.as_data(tree.parse(f"lookup-chain-{nodes - 1}"), row_count), layout
     )
-    options = dict(truncation=UNTRUNCATED, stop_tokens=(0,), layout=layout)
-    return run_round.lower(weights(model, layout), state, drafts, None, chain, **options)
-
-
-def weights(model: ModelConfig, layout: Layout) -> Model:
-    """Shapes of a model as its layout has it; generation's layers are unrolled."""
-
-    def make() -> Model:
-        made = transformer.init(jax.random.key(0), model, layout.dtype)
-        if layout.role == "training":
-            return made
-        split = layout.extent("tensor")
-        return transformer.pad_vocab(transformer.unstack(made), BLOCK * split if split > 1 else 1)
-
-    shapes = jax.eval_shape(make)
-    return placed(shapes, model_shardings(shapes, layout))
-
-
-def row_shapes(make: Callable, layout: Layout) -> Any:
-    """Shapes of a row-first tree on its devices."""
-    shapes = jax.eval_shape(make)
-    return placed(shapes, meshes.row_shardings(shapes, layout))
-
-
-def placed(shapes: Any, shardings: Any) -> Any:
-    """Shapes that know where they lie."""
-
-    def place(leaf, sharding):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    return jax.tree.map(place, shapes, shardings)
+    return run_round.lower(
+        model_shapes(model, layout),
+        state,
+        drafts,
+        None,
+        chain,
+        truncation=UNTRUNCATED,
+        stop_tokens=(0,),
+        layout=layout,
+    )
 
 
 if __name__ == "__main__":

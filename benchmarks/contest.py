@@ -103,9 +103,15 @@ def prepare(case: Case, strategies: Sequence[Strategy], table: pricing.Table | N
     in the table."""
     rows = samples = case.decoding.max_rows
     run(first(case, rows + 1))  # a row that is reused
-    models = (case.target, case.drafter)
-    given = (models, samples, [len(case.wanted[0].prompt)], case.decoding, case.layout)
-    for compile_program in first_programs(*given, looks_back=table is not None)[0]:
+    jobs, _ = first_programs(
+        (case.target, case.drafter),
+        samples,
+        [len(case.wanted[0].prompt)],
+        case.decoding,
+        case.layout,
+        looks_back=table is not None,
+    )
+    for compile_program in jobs:
         compile_program()
     while True:
         speculative_round = functools.partial(run, first(case, rows))

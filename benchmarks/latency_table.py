@@ -117,6 +117,24 @@ def linear(points: Points) -> np.ndarray:
     return np.linalg.lstsq(columns, points.seconds, rcond=None)[0] if len(tokens) else np.zeros(3)
 
 
+def expected(chance: float, lengths: np.ndarray) -> np.ndarray:
+    """[S] tokens of a row a round: 1 + chance + chance^2 + ..., one term a draft."""
+    return np.cumsum(chance ** np.arange(lengths[-1] + 1))[lengths]
+
+
+def round_seconds(
+    points: Points, lengths: np.ndarray, lives: np.ndarray, seqs: np.ndarray, free_drafter: bool
+) -> np.ndarray:
+    """[S, lives, seqs] seconds of a round by draft length: a verification, and a call of the
+    drafter for each draft, where the table has them and they are not free.
+    """
+    times = surface(points[points.mode != DRAFT], lengths + 1, lives, seqs)
+    if free_drafter or DRAFT not in points.mode:
+        return times
+    steps = surface(points[points.mode == DRAFT], np.zeros(1), lives, seqs)
+    return times + lengths[:, None, None] * steps
+
+
 def rates_of(
     points: Points, chance: float, longest: float, drafts: bool, free_drafter: bool
 ) -> np.ndarray:
@@ -127,11 +145,6 @@ def rates_of(
     lives = np.arange(1, min(ROWS, points.batch.max()) + 1)
     seqs = np.arange(0, longest + 2 * GRAIN, GRAIN)
     lengths = possible_lengths(points) if drafts else np.zeros(1, int)
-    times = surface(points[points.mode != DRAFT], lengths + 1, lives, seqs)
-    if drafts and not free_drafter and DRAFT in points.mode:
-        times = times + lengths[:, None, None] * surface(
-            points[points.mode == DRAFT], np.zeros(1), lives, seqs
-        )
-    tokens = np.cumsum(chance ** np.arange(lengths[-1] + 1))[lengths]
-    best = (tokens[:, None, None] / times).max(axis=0)
+    times = round_seconds(points, lengths, lives, seqs, free_drafter)
+    best = (expected(chance, lengths)[:, None, None] / times).max(axis=0)
     return np.concatenate([np.zeros((1, len(seqs))), best])

@@ -251,8 +251,7 @@ def document(options: argparse.Namespace) -> dict:
     luck = np.random.default_rng(options.seed)
     alike = PER_PROMPT if options.prediction == "siblings" else 1
     count = options.slices * options.samples
-    draws = [draw_lengths(percentiles, count, luck, alike) for _ in range(3)]
-    total, before, long_before = draws
+    total, before, long_before = (draw_lengths(percentiles, count, luck, alike) for _ in range(3))
     longest = prompt + float(total.max())
     plain, machine = (machine_of(options, points, longest, drafts) for drafts in (False, True))
     scoring = options.inference_ms_per_token / 1e3
@@ -267,15 +266,18 @@ def document(options: argparse.Namespace) -> dict:
     policies["ours"] = (machine, apart, fused)
     inference = scoring * float((prompt + total).sum()) / options.slices
 
-    def measured(own: SimulatedSlice, *both: Policy) -> dict:
-        charged = not options.free_decisions
-        stage = (own, options.slices, total, prompt)
-        apart, fused = (simulate(*stage, policy, scoring, charged) for policy in both)
-        return figures(apart, fused, options.slices, inference, scoring)
-
-    found = {name: measured(own, *both) for name, (own, *both) in policies.items()}
     slices = options.slices
     limits = [lower_bound(machine, total, slices, prompt, more) for more in (0.0, inference)]
+    charged = not options.free_decisions
+
+    def measured(own: SimulatedSlice, *both: Policy) -> dict:
+        apart, fused = (
+            simulate(own, slices, total, prompt, policy, scoring, charged) for policy in both
+        )
+        return figures(apart, fused, slices, inference, scoring)
+
+    found = {name: measured(own, *both) for name, (own, *both) in policies.items()}
+    fused_seconds = found["ours"]["fused_seconds"]
     return {
         "responses": responses_of(total),
         "lower_bound_seconds": round(limits[0], 3),
@@ -287,11 +289,9 @@ def document(options: argparse.Namespace) -> dict:
             for name in ("static", "even", "threshold")
         ),
         "static_to_ours": ratio(found, "static", "ours", "generation_seconds"),
-        "unfused_to_fused": round(
-            found["ours"]["unfused_seconds"] / found["ours"]["fused_seconds"], 4
-        ),
+        "unfused_to_fused": round(found["ours"]["unfused_seconds"] / fused_seconds, 4),
         "static_unfused_to_ours_fused": round(
-            found["static"]["unfused_seconds"] / found["ours"]["fused_seconds"], 4
+            found["static"]["unfused_seconds"] / fused_seconds, 4
         ),
         "covered": forecasts.coverage(known, shown(total, earlier, limit)),
     }
@@ -351,8 +351,8 @@ def shown(total: np.ndarray, earlier: np.ndarray | None, limit: float) -> list[P
     """What a stage with these lengths [n] has shown: of noisy ones [n], or of siblings."""
     if earlier is None:
         return prompts_of(total, PER_PROMPT, limit)
-    alone = (earlier[:, None], total[:, None], (total < limit)[:, None])
-    return [PromptLengths(*lengths, limit) for lengths in zip(*alone, strict=True)]
+    pairs = zip(earlier[:, None], total[:, None], strict=True)
+    return [PromptLengths(before, own, own < limit, limit) for before, own in pairs]
 
 
 def machine_of(

@@ -286,10 +286,9 @@ def replays(world: World, old: Model, temperature: float, rate: float, part: str
     for batch in world.options.batches:
         tell(f"{part}: replay, temperature {temperature}, batch {batch}")
         history = History(EVERYTHING)
-        options = (None, "replay", temperature, batch)
-        before = run(plain(new_case(world, old, *options)))
+        before = run(plain(new_case(world, old, None, "replay", temperature, batch)))
         history.add(before.samples)
-        case = new_case(world, new, *options, 0, history)
+        case = new_case(world, new, None, "replay", temperature, batch, history=history)
         names = {
             "part": part,
             "drafter": "replay",

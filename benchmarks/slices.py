@@ -57,9 +57,14 @@ def main() -> None:
         Request(np.resize(np.roll(words, -7 * i), PROMPT), (i,), int(end))
         for i, end in enumerate(ends)
     ]
-    size = options.rows, PROMPT + options.tokens
     decoding = GenerationConfig(
-        Sampling(1.0), (PLAIN,), (), *size, options.seed, min_rows=options.min_rows
+        Sampling(1.0),
+        (PLAIN,),
+        stop_tokens=(),
+        max_rows=options.rows,
+        max_length=PROMPT + options.tokens,
+        seed=options.seed,
+        min_rows=options.fewest_rows,
     )
     ways = {
         "static": STATIC,

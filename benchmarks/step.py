@@ -32,15 +32,13 @@ import datetime
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.compare import SETTLE_SECONDS, Worker, ask, cpu_name, receive, spread
+from benchmarks.compare import PEER_FOLDER, SETTLE_SECONDS, ask, cpu_name, receive, spread, start
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.models.files.source import open_source
 from rlhf_jax.runtime.foreign import read_json
@@ -98,6 +96,7 @@ def main() -> None:
 def measure(options: argparse.Namespace, case: Case) -> dict:
     """Start the workers, let each warm up, then let them take turns."""
     pythons = {"rlhf_jax": sys.executable} | dict(options.peer)
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         settings = write_inputs(options, case, folder)
@@ -106,8 +105,13 @@ def measure(options: argparse.Namespace, case: Case) -> dict:
         for name, engine in ENGINES.items():
             if engine.system not in pythons or name not in options.engines:
                 continue
-            python = pythons[engine.system]
-            workers.append(stack.enter_context(start(name, python, folder, settings)))
+            own = folder / name
+            own.mkdir()
+            file = own / "settings.json"
+            file.write_text(json.dumps(settings | engine._asdict()))
+            script = PEER_FOLDER / f"{engine.system}_step.py"
+            line = [pythons[engine.system], str(script), str(file)]
+            workers.append(stack.enter_context(start(name, line, environment)))
             versions[name] = receive(workers[-1])["versions"]
             for _ in range(options.warm_up):
                 ask(workers[-1], {})
@@ -240,32 +244,6 @@ def words_of(number: int, tokens: int, tokenizer: Tokenizer) -> str:
     while len(tokenizer.encode(text)) < tokens:
         text += f" {WORDS[(number + len(text)) % len(WORDS)]}"
     return tokenizer.decode(tokenizer.encode(text)[:tokens])
-
-
-@contextlib.contextmanager
-def start(name: str, python: str, folder: Path, settings: dict) -> Iterator[Worker]:
-    """The worker of an engine, ended on exit."""
-    own = folder / name
-    own.mkdir()
-    file = own / "settings.json"
-    engine = ENGINES[name]
-    file.write_text(json.dumps(settings | engine._asdict()))
-    dpo = "_dpo" if settings["algorithm"] == "dpo" and engine.system == "trl" else ""
-    script = Path(__file__).parent / "peers" / f"{engine.system}{dpo}_step.py"
-    process = subprocess.Popen(
-        [python, str(script), str(file)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert process.stdin and process.stdout
-    try:
-        yield Worker(name, process.stdin, process.stdout)
-    finally:
-        process.stdin.close()
-        process.kill()
-        process.wait()
 
 
 def describe(options: argparse.Namespace, case: Case, turns: list[dict], versions: dict) -> dict:

@@ -39,12 +39,14 @@ from benchmarks.latency_table import (
     DECODE,
     DRAFT,
     LATENCY_TABLE,
+    ROWS,
     VERIFY,
     Points,
+    expected,
     linear,
     possible_lengths,
     read_table,
-    surface,
+    round_seconds,
 )
 from rlhf_jax.generation.requests import RoundReport
 from rlhf_jax.generation.speculative import tree
@@ -54,7 +56,6 @@ from rlhf_jax.generation.strategy.predict import Situation
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.types import Strategy
 
-ROWS = 64
 STAGES = 4  # batches after the first
 PROMPT = 256  # tokens of every prompt
 # of the responses: median, sigma of the logarithm, cut
@@ -185,11 +186,7 @@ def machine_of(points: Points, chance: float, options: argparse.Namespace) -> Ma
     lengths = possible_lengths(points)
     seqs = np.arange(0, PROMPT + LONGEST + 2 * GRAIN, GRAIN)
     lives = np.arange(1, min(ROWS, points.batch.max()) + 1)
-    times = surface(points[points.mode != DRAFT], lengths + 1, lives, seqs)
-    if not free_drafter(points, options):
-        times = times + lengths[:, None, None] * surface(
-            points[points.mode == DRAFT], np.zeros(1), lives, seqs
-        )
+    times = round_seconds(points, lengths, lives, seqs, options.free_drafter)
     return Machine(lengths, times, chance)
 
 
@@ -319,11 +316,6 @@ def observations_of(right: np.ndarray, left: np.ndarray, siblings: int = 1) -> O
 
 
 # ---- the policies
-
-
-def expected(chance: float, lengths: np.ndarray) -> np.ndarray:
-    """[S] tokens of a row a round: 1 + chance + chance^2 + ..., one term a draft."""
-    return np.cumsum(chance ** np.arange(lengths[-1] + 1))[lengths]
 
 
 def fixed(choice: int) -> Policy:

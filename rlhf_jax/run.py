@@ -13,7 +13,7 @@ from rlhf_jax.generation.requests import GenerationConfig
 from rlhf_jax.generation.stage import GenerationSettings
 from rlhf_jax.inference.scoring import ScoringSettings
 from rlhf_jax.monitoring.trace import Span
-from rlhf_jax.placement.lanes import ONE_LANE, Lanes
+from rlhf_jax.placement.plan import ONE_LANE, Lanes
 from rlhf_jax.rewards.combination import Scorer
 from rlhf_jax.rewards.samples import Rewards
 from rlhf_jax.sequences.batch import Sequences

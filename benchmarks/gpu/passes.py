@@ -5,23 +5,20 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from benchmarks.compare import Worker, ask, receive
+from benchmarks.compare import PEER_FOLDER, ask, receive, start
 from benchmarks.contest import spread
-from benchmarks.gpu.setting import NO_STOP, ROOT, environment
+from benchmarks.gpu.setting import NO_STOP, environment
 from rlhf_jax.models.files.huggingface_config import config_json
 from rlhf_jax.types import ModelConfig
-
-PEERS = ROOT / "benchmarks" / "peers"
 
 
 def take_turns(
@@ -36,7 +33,12 @@ def take_turns(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         document = config_json(config, NO_STOP, np.dtype(np.float32))
         (folder / "config.json").write_text(json.dumps(document))
-        begun = [stack.enter_context(start(name, how, folder)) for name, how in workers.items()]
+        begun = []
+        for name, settings in workers.items():
+            file = folder / f"{name}.json"
+            file.write_text(json.dumps({**settings, "model": str(folder)}))
+            line = [sys.executable, str(PEER_FOLDER / settings["script"]), str(file)]
+            begun.append(stack.enter_context(start(name, line, environment())))
         answers: dict[str, list[dict[str, Any]]] = {worker.name: [] for worker in begun}
         errors = {}
         # the versions, two turns that compile, and those that count
@@ -58,25 +60,6 @@ def figures(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "loss": turns[-1]["loss"],
         "peak_device_bytes": turns[-1].get("peak_device_bytes"),
     }
-
-
-@contextlib.contextmanager
-def start(name: str, settings: Mapping[str, Any], folder: Path) -> Iterator[Worker]:
-    """Start a worker in a process of its own, which ends on leaving."""
-    file = folder / f"{name}.json"
-    file.write_text(json.dumps({**settings, "model": str(folder)}))
-    with subprocess.Popen(
-        [sys.executable, str(PEERS / settings["script"]), str(file)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    ) as process:
-        assert process.stdin and process.stdout
-        try:
-            yield Worker(name, process.stdin, process.stdout)
-        finally:
-            process.kill()
 
 
 def programs_folder() -> str:

@@ -173,10 +173,10 @@ def flops_shares(
     peaks = kernels.peaks_of(jax.devices()[0].device_kind)
     if peaks is None:
         return None
-    batch = (sizes.step.samples, sizes.step.slots, sizes.step.new_tokens)
+    size = sizes.step
     flops = {
-        "scoring": forward_flops(config, *batch),
-        "update": gradient_flops(config, *batch, remat=False),
+        "scoring": forward_flops(config, size.samples, size.slots, size.new_tokens),
+        "update": gradient_flops(config, size.samples, size.slots, size.new_tokens, remat=False),
     }
     return {phase: one / spread(timed[phase])["median"] / peaks[1] for phase, one in flops.items()}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from turns import Turns
+from protocol import Turns
 
 from benchmarks.gpu.setting import compute_dtype, layouts
 from rlhf_jax.inference.logprobs import token_logprobs

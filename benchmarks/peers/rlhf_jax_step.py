@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from turns import Turns
+from protocol import Turns
 
 from rlhf_jax import iteration, trainer
 from rlhf_jax.config import default

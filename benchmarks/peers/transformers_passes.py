@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import torch
+from protocol import Turns
 from transformers import AutoConfig, AutoModelForCausalLM
-from turns import Turns
 
 options = json.loads(Path(sys.argv[1]).read_text())
 turns = Turns(("torch", "transformers"))

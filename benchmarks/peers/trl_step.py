@@ -1,4 +1,6 @@
-"""TRL's GRPOTrainer as a worker of step.py: float32, CPU. Usage: trl_step.py SETTINGS.json"""
+"""TRL's GRPOTrainer or DPOTrainer as a worker of step.py: float32, CPU. Usage: trl_step.py
+SETTINGS.json
+"""
 
 import json
 import sys
@@ -6,12 +8,13 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
+from protocol import Turns
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
-from turns import Turns
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
 options = json.loads(Path(sys.argv[1]).read_text())
 turns = Turns(("trl", "transformers", "torch"))
+dpo = options["algorithm"] == "dpo"
 
 
 class Timed(TrainerCallback):
@@ -19,6 +22,8 @@ class Timed(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **_):
         turns.begin()
+        if dpo:
+            turns.note(tokens=2 * options["prompts_per_step"] * options["new_tokens"])
 
 
 def vowels(completions, completion_ids, **_):
@@ -26,10 +31,7 @@ def vowels(completions, completion_ids, **_):
     return [float(sum(c in "aeiou" for c in text)) for text in completions]
 
 
-prompts = [json.loads(line) for line in Path(options["prompts"]).read_text().splitlines()]
-samples = options["prompts_per_step"] * options["samples"]
-rows = samples if options["whole"] else min(8, samples)  # 8 is its default
-config = GRPOConfig(
+common = dict(
     output_dir=str(Path(sys.argv[1]).parent / "trl"),
     max_steps=1000,
     use_cpu=True,
@@ -39,19 +41,35 @@ config = GRPOConfig(
     report_to=[],
     learning_rate=options["learning_rate"],
     lr_scheduler_type="constant",
-    beta=options["kl"],
-    per_device_train_batch_size=rows,
-    gradient_accumulation_steps=samples // rows,
     gradient_checkpointing=options["checkpointed"],
-    num_generations=options["samples"],
-    max_completion_length=options["new_tokens"],
 )
-trainer = GRPOTrainer(
+if dpo:
+    names = {"prompt": "rendered", "chosen": "chosen", "rejected": "rejected"}
+    rewards = {}
+    rows = options["prompts_per_step"]
+    config = DPOConfig(**common, per_device_train_batch_size=rows, max_length=None)
+else:
+    names = {"prompt": "rendered"}
+    rewards = {"reward_funcs": vowels}
+    samples = options["prompts_per_step"] * options["samples"]
+    rows = samples if options["whole"] else min(8, samples)  # 8 is its default
+    config = GRPOConfig(
+        **common,
+        beta=options["kl"],
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=samples // rows,
+        num_generations=options["samples"],
+        max_completion_length=options["new_tokens"],
+    )
+given = [json.loads(line) for line in Path(options["prompts"]).read_text().splitlines()]
+trainer = (DPOTrainer if dpo else GRPOTrainer)(
     model=AutoModelForCausalLM.from_pretrained(options["model"], dtype=torch.float32),
-    reward_funcs=vowels,
     args=config,
-    train_dataset=Dataset.from_list([{"prompt": row["rendered"]} for row in prompts]),
+    train_dataset=Dataset.from_list(
+        [{own: row[name] for own, name in names.items()} for row in given]
+    ),
     processing_class=AutoTokenizer.from_pretrained(options["model"]),
     callbacks=[Timed()],
+    **rewards,
 )
 trainer.train()

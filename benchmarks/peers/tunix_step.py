@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from flax import nnx
 from llama_of_tunix import read_config
+from protocol import Turns
 from transformers import AutoTokenizer
 from tunix.models.llama3 import params
 from tunix.models.llama3.model import Llama3
@@ -19,7 +20,6 @@ from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
 from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
 from tunix.rl.rollout.base_rollout import RolloutConfig
-from turns import Turns
 
 options = json.loads(Path(sys.argv[1]).read_text())
 turns = Turns(("google-tunix", "jax", "jaxlib", "flax"))

@@ -49,8 +49,15 @@ def sample(prompts: list[list[int]], new_tokens: int, seed: int) -> list[list[in
         cache = CacheConfig(slots, config.num_layers, config.num_kv_heads, config.head_dim)
         samplers[slots] = Sampler(model, Ids(), cache)
     # Without top_p the sampler is greedy; top_p 1 and no top_k is its path without truncation.
-    law = dict(temperature=1.0, top_p=1.0, top_k=None)
-    out = samplers[slots](prompts, new_tokens, max_prompt_length=length, seed=seed, **law)
+    out = samplers[slots](
+        prompts,
+        new_tokens,
+        max_prompt_length=length,
+        seed=seed,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=None,
+    )
     return [ids.tolist() for ids in out.tokens]
 
 

@@ -26,9 +26,8 @@ import jax
 from rlhf_jax.config import command_line
 from rlhf_jax.memory import parts as memory_parts
 from rlhf_jax.planner.describe import print_plan
-from rlhf_jax.planner.describe_search import print_search
+from rlhf_jax.planner.describe_search import print_search, timeline_svg
 from rlhf_jax.planner.hardware import EXAMPLES, Hardware, parse_hardware
-from rlhf_jax.planner.picture import timeline_svg
 from rlhf_jax.planner.planned import plan_run
 from rlhf_jax.planner.response_lengths import LENGTHS_TABLE, read_percentiles
 from rlhf_jax.planner.searched import search_plans, vary

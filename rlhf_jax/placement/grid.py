@@ -72,13 +72,6 @@ def digits_of(splits: Sequence[Split], sizes: Sequence[int]) -> Split | None:
     return tuple(digits)
 
 
-def axis_of_digits(split: Split, digits: Split) -> tuple[int | None, ...]:
-    """Return the axis of the grid of each digit, of all dimensions in turn."""
-    pairs = zip(split, digits, strict=True)
-    filled = [(*axes, *(None,) * (len(sizes) - len(axes))) for axes, sizes in pairs]
-    return tuple(itertools.chain.from_iterable(filled))
-
-
 def spread(
     shape: tuple[int, ...],
     split: Split,
@@ -107,18 +100,6 @@ def spread(
         if ranks:
             result[max(ranks, key=ranks.__getitem__)].append(axis)
     return tuple(map(tuple, result))
-
-
-def agreed_part(split: Split, wanted: Split, sizes: Sequence[int], axes: Sequence[int]) -> Split:
-    """Return the first digits of a split's dimensions that agree with `wanted` and use `axes`."""
-    agreed = []
-    for own, other in zip(split, wanted, strict=True):
-        pairs = itertools.zip_longest(own, other[: len(own)])
-        agrees = [
-            one in axes and (there is None or sizes[one] == sizes[there]) for one, there in pairs
-        ]
-        agreed.append(own[: [*agrees, False].index(False)])
-    return tuple(agreed)
 
 
 def _strides(sizes: Sequence[int]) -> list[int]:

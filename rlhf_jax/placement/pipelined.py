@@ -1,4 +1,4 @@
-"""Requirements, break-even and schedules of policy and critic as pipelines.
+"""Requirements and schedules of policy and critic as pipelines.
 
 Both have as many stages as their placement has slices and `data` copies, on the same devices in
 opposite order, so that each works in the bubbles of the other (RLHFuse, arXiv 2409.13221).
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -18,7 +17,6 @@ from rlhf_jax.pipeline.schedule import Schedule, one_f_one_b
 from rlhf_jax.pipeline.search import solve
 from rlhf_jax.placement.plan import Placement, Plan
 
-REACHED = 0.6  # share of a chip's peak FLOPs that products alone reach
 TRIES = 20  # of the search for a schedule, after its first passes
 INPUTS_OVER_1F1B = 2.0  # limit of a node, over the sum of both pipes' 1F1B
 LEAST = 1e-6  # least time of a task, relative to the longest stage
@@ -50,20 +48,6 @@ class StageTimes(NamedTuple):
             kept=kept,
             copies=layout.extent("data"),
         )
-
-
-def crossover_tokens(
-    flops: float, node_chips: int, network: float, reached: float = REACHED
-) -> float:
-    """Return the tokens per chip and optimizer step below which pipelines beat FSDP.
-
-    t* = F eta / (2 D s). A step of FSDP brings 6 bytes of each of P parameters to each node
-    (bfloat16 weights twice and gradients once), in 6 P / (D s) seconds: D chips per node with s
-    bytes per second each of its network. Its products take 6 P t / (F eta) seconds, for t tokens
-    per chip at a share eta of F FLOPs per second. A pipeline with as many micro-batches as stages
-    takes twice as long as its products: as long as the gathers at t = t*.
-    """
-    return flops * reached / (2 * node_chips * network)
 
 
 def joint_problem(models: Sequence[StageTimes]) -> PipelineProblem:
@@ -106,22 +90,6 @@ def fused_schedule(problem: PipelineProblem) -> Schedule:
 def serial_schedule(problem: PipelineProblem) -> Schedule:
     """Return the schedule of one pipe after the other, each by 1F1B."""
     return one_f_one_b(problem)
-
-
-def quick_bound(problem: PipelineProblem) -> float:
-    """Return a lower bound of the makespan, quickly.
-
-    A node does all its tasks, after the least time before a first one and before that after a last.
-    """
-    work = [0.0] * problem.nodes
-    before = [float("inf")] * problem.nodes
-    after = [float("inf")] * problem.nodes
-    for pipe in problem.pipes:
-        for stage, node in itertools.chain.from_iterable(map(enumerate, pipe.nodes)):
-            work[node] += pipe.micro_batches * (pipe.forward[stage] + pipe.backward[stage])
-            before[node] = min(before[node], sum(pipe.forward[:stage]))
-            after[node] = min(after[node], sum(pipe.backward[:stage]))
-    return max(map(sum, zip(before, work, after, strict=True)))
 
 
 def trained(plan: Plan) -> dict[str, Placement]:

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
@@ -77,6 +77,20 @@ class Placement:
         return Layout(mesh, role, kernels=self.kernels, dtype=np.dtype(self.dtype))
 
 
+class Lanes(NamedTuple):
+    """Hold the lanes of a timeline and of each call; other calls are in the first."""
+
+    names: tuple[str, ...] = ("slice 0",)
+    of_call: Mapping[str, tuple[int, ...]] = {}
+
+    def of(self, call: str) -> tuple[int, ...]:
+        """Return the numbers of the lanes in which a call works."""
+        return self.of_call.get(call, (0,))
+
+
+ONE_LANE = Lanes()
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Hold the placement of each call that a run has."""
@@ -123,6 +137,32 @@ class Plan:
     def calls_at(self, device: int) -> list[str]:
         """Return the calls of a device, by its number."""
         return [call for call, placed in self.placements.items() if device in placed.devices]
+
+    def lanes(self) -> Lanes:
+        """Name a lane for each slice of generation, and one for each further range of devices.
+
+        Each stage of a pipeline has a lane, in each copy. Work on all devices of generation is in
+        the lanes of its slices.
+        """
+        lanes: dict[tuple[range, int], tuple[int, ...]] = {}
+        names: list[str] = []
+        if generation := self.placements.get("generation"):
+            slices = tuple(range(generation.slices))
+            lanes = dict.fromkeys(
+                [(generation.devices, 1), (generation.devices, generation.slices)], slices
+            )
+            names = [f"slice {number}" for number in slices]
+        of_call = {}
+        for call, placed in self.placements.items():
+            stages = placed.slices * placed.data if placed.pipelined else 1
+            if (placed.devices, stages) not in lanes:
+                lanes[placed.devices, stages] = tuple(range(len(names), len(names) + stages))
+                each = placed.count // stages
+                for first in placed.devices[::each]:
+                    last = first + each - 1
+                    names.append(f"devices {first}–{last}" if each > 1 else f"device {last}")
+            of_call[call] = lanes[placed.devices, stages]
+        return Lanes(tuple(names), of_call)
 
     def table(self) -> list[str]:
         """Return lines of text: for each call its devices, and the axes that split.

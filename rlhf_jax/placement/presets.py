@@ -109,8 +109,9 @@ def disaggregated(base: Placement, calls: Collection[str]) -> dict[str, Placemen
             f"plan 'disaggregated' gives generation {first.count} devices, which mesh.slices x"
             f" mesh.tensor = {fixed} does not divide; lower one of the two."
         )
-    own = {"slices": base.slices, "data": first.count // fixed, "fsdp": 1, "tensor": base.tensor}
-    generation = dataclasses.replace(first, **own)
+    generation = dataclasses.replace(
+        base, first=0, count=first.count, data=first.count // fixed, fsdp=1
+    )
     return {call: generation if call == "generation" else second for call in calls}
 
 
@@ -134,5 +135,6 @@ def _halves(base: Placement, name: str) -> tuple[Placement, Placement]:
 
 def _by_width(base: Placement, first: int, count: int) -> Placement:
     """Split rows, and the width of weights, over a range of devices."""
-    shape = {"slices": 1, "data": 1, "fsdp": count, "tensor": 1}
-    return dataclasses.replace(base, first=first, count=count, **shape)
+    return dataclasses.replace(
+        base, first=first, count=count, slices=1, data=1, fsdp=count, tensor=1
+    )

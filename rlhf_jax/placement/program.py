@@ -49,8 +49,9 @@ class ReshardProgram(NamedTuple):
 
     def run(self, execute: Callable[..., Any]) -> Any:
         """Run the steps, or apply `execute` to their program."""
-        options = {"steps": self.steps, "grid": self.grid, "dtype": self.dtype}
-        return execute(_run, self.given, self.index, **options)
+        return execute(
+            _run, self.given, self.index, steps=self.steps, grid=self.grid, dtype=self.dtype
+        )
 
     @property
     def arguments(self) -> int:

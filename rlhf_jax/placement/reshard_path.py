@@ -153,10 +153,10 @@ def _receiving(shape: tuple[int, ...], parts: Sequence[int], target: Placing) ->
     target's split. Otherwise, it is that split, and more. Along unused axes only the first receive.
     """
     axes = range(len(target.sizes))
-    how = dict(sizes=target.sizes, axes=axes, parts=parts)
-    split = spread(shape, ((),) * len(shape), (target.split,), **how)
+    over_axes = functools.partial(spread, shape, sizes=target.sizes, axes=axes, parts=parts)
+    split = over_axes(split=((),) * len(shape), wanted=(target.split,))
     if not _axes(target.split) <= _axes(split):
-        split = spread(shape, target.split, (), **how)
+        split = over_axes(split=target.split, wanted=())
     return target.first_along(set(axes) - _axes(split))._replace(split=split)
 
 

@@ -7,21 +7,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from rlhf_jax.placement.grid import (
-    Split,
-    agreed_part,
-    axis_of_digits,
-    common_grid,
-    digits_of,
-    over_grid,
-    spread,
-)
+from rlhf_jax.placement.grid import Split, common_grid, digits_of, over_grid, spread
 from rlhf_jax.placement.split_change import SplitChange
 
 
@@ -139,16 +131,32 @@ def split_changes(
     shape: tuple[int, ...], before: Split, after: Split, sizes: tuple[int, ...]
 ) -> tuple[SplitChange, ...]:
     """Return the changes from one split to another over a grid."""
-    axes = range(len(sizes))
     splits = [before, after]
     if digits_of(splits, sizes) is None:
         # parts of 1/2 and of 1/3, for example: a split in between that agrees with both
-        agreed = agreed_part(before, after, sizes, axes)
-        splits.insert(1, spread(shape, agreed, splits, sizes=sizes, axes=axes))
+        agreed = _agreed_part(before, after, sizes)
+        splits.insert(1, spread(shape, agreed, splits, sizes=sizes, axes=range(len(sizes))))
     changes = []
     for pair in itertools.pairwise(splits):
         digits = digits_of(pair, sizes)
         assert digits is not None, "A split in between agrees with both."
-        held = (axis_of_digits(split, digits) for split in pair)
-        changes.append(SplitChange(sizes, digits, *held))
+        source, target = (
+            tuple(
+                axes[place] if place < len(axes) else None
+                for axes, own in zip(split, digits, strict=True)
+                for place in range(len(own))
+            )
+            for split in pair
+        )
+        changes.append(SplitChange(sizes, digits, source, target))
     return tuple(changes)
+
+
+def _agreed_part(split: Split, wanted: Split, sizes: Sequence[int]) -> Split:
+    """Return the first digits of a split's dimensions that agree with `wanted`."""
+    agreed = []
+    for own, other in zip(split, wanted, strict=True):
+        pairs = itertools.zip_longest(own, other[: len(own)])
+        agrees = [there is None or sizes[one] == sizes[there] for one, there in pairs]
+        agreed.append(own[: [*agrees, False].index(False)])
+    return tuple(agreed)

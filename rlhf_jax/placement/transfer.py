@@ -104,8 +104,8 @@ def bytes_moved(model: Model, layout: Layout, dtype: DTypeLike | None = None) ->
     for part, times in parts:
         places = jax.tree.leaves(model_shardings(part, layout))
         for leaf, place in zip(jax.tree.leaves(part), places, strict=True):
-            ends = (_placing(leaf.sharding, leaf.ndim), _placing(place, leaf.ndim))
-            entries = traffic(leaf.shape, *ends)
+            source = _placing(leaf.sharding, leaf.ndim)
+            entries = traffic(leaf.shape, source, _placing(place, leaf.ndim))
             size = jnp.dtype(leaf.dtype if dtype is None else dtype).itemsize * times
             needed += entries.needed * size
             received += entries.received * size

@@ -24,6 +24,7 @@ class Efficiency(NamedTuple):
 
 # Typical shares of well-tuned programs, by order of magnitude; not measured here.
 ASSUMED = Efficiency()
+REACHED = 0.6  # share of a chip's peak FLOPs that products alone reach
 
 
 class Chip(NamedTuple):
@@ -37,6 +38,17 @@ class Chip(NamedTuple):
     torus_axes: int = 0  # of a TPU's slice, with two links each; 0 if every link reaches all
     compute_capability: float = 0.0  # of a GPU
     efficiency: Efficiency = ASSUMED
+
+    def crossover_tokens(self, node_chips: int) -> float:
+        """Return the tokens per chip and optimizer step below which pipelines beat FSDP.
+
+        t* = F eta / (2 D s). A step of FSDP brings 6 bytes of each of P parameters to each node
+        (bfloat16 weights twice and gradients once), in 6 P / (D s) seconds: D chips per node with s
+        bytes per second each of its network. Its products take 6 P t / (F eta) seconds, for t
+        tokens per chip at a share eta of F FLOPs per second. A pipeline with as many micro-batches
+        as stages takes twice as long as its products: as long as the gathers at t = t*.
+        """
+        return self.flops * REACHED / (2 * node_chips * self.network_bandwidth)
 
 
 # cloud.google.com/tpu/docs, one page per chip: v4, v5e, v5p, v6e, tpu7x. An interconnect's figure

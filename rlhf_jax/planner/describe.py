@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf_jax import mesh as meshes
 from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
 from rlhf_jax.memory import parts as memory_parts
@@ -82,9 +81,8 @@ def predict_calls(run: PlannedRun, hardware: Hardware) -> list[CallCost]:
     costs = []
     pipelined = []
     for call in derived.calls(run.config):
-        run_of_call = run.at(call) or run
-        placed = PlacedRun(run_of_call, hardware.part(run_of_call.layout.extent(meshes.AXES)))
-        if run_of_call.is_pipelined:
+        placed = PlacedRun.on_part(run.at(call) or run, hardware)
+        if placed.run.is_pipelined:
             pipelined.append((call, placed))
         else:
             costs.append(predict_call(placed, call))

@@ -111,8 +111,15 @@ def parse_hardware(text: str) -> Hardware:
         if kind == "gpu" and model in GPUS and len(sizes) <= 2:
             chip = GPUS[model]
             nodes = sizes[0] if len(sizes) == 2 else 1
-            figures = (chip.gigabytes, chip.compute_capability)
-            return Hardware("gpu", model.upper(), count, *figures, nodes=nodes, chip=chip)
+            return Hardware(
+                platform="gpu",
+                device_kind=model.upper(),
+                count=count,
+                gigabytes=chip.gigabytes,
+                compute_capability=chip.compute_capability,
+                nodes=nodes,
+                chip=chip,
+            )
         if kind == "cpu" and not model:
             return Hardware("cpu", "cpu", count, 0.0)
     raise ValueError(

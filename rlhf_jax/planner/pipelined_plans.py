@@ -5,19 +5,21 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from rlhf_jax.config import derived
-from rlhf_jax.placement.pipelined import crossover_tokens
+from rlhf_jax.placement.pipelined import fill_with_copies
 from rlhf_jax.placement.plan import Placement
-from rlhf_jax.planner.hardware import Hardware
+from rlhf_jax.placement.presets import layer_counts
 from rlhf_jax.planner.priced import FoundPlan, PlanPrices
 from rlhf_jax.planner.search.branch_and_bound import SearchResult, search
 from rlhf_jax.planner.search.options import SearchSpace
 from rlhf_jax.planner.search.parts import part_sizes, part_starts, powers_of_two
-from rlhf_jax.planner.search.pipelines import JointTraining, placements_of, policy_pipelines
+from rlhf_jax.planner.search.pipelines import JointTraining
 from rlhf_jax.planner.search.schedule import Option, Problem
 from rlhf_jax.setup.validation import check_pipelined_training
+from rlhf_jax.types import ModelConfigs
 
 PIPELINED = "pipelined"  # name of the best plan that trains as pipelines
 PIPELINED_SECONDS = 20.0  # CPU seconds to place the other calls of such a plan
@@ -50,16 +52,6 @@ class TrainingComparison(NamedTuple):
         return self.sharded_seconds / self.pipelined.joint.fused
 
 
-def why_not_pipelined(hardware: Hardware) -> str:
-    """Return why pipelines are left out if all chips have their own links; '' otherwise."""
-    if hardware.platform == "gpu" and hardware.nodes > 1:
-        return ""
-    return (
-        f"pipelines idle in their bubbles, and {hardware} gather weights over links of their own in"
-        " less time; they are for several nodes of GPUs, or where nothing else fits"
-    )
-
-
 def best_pipelined(prices: PlanPrices) -> FoundPlan:
     """Return the best plan that trains as pipelines, with all other calls placed by a search.
 
@@ -87,9 +79,7 @@ def best_pipelined(prices: PlanPrices) -> FoundPlan:
         raise ValueError(
             f"no stages divide {prices.hardware} and the layers of policy and critic, or none fit"
         )
-    chosen = min(plans, key=lambda one: (not one.fits, one.step))
-    gap = max(0.0, 1.0 - min(bounds) / chosen.step)
-    return FoundPlan(chosen, gap if gap > 1e-9 else 0.0)
+    return FoundPlan.best(plans, min(bounds))
 
 
 def pipelined_trainings(space: SearchSpace) -> list[PipelinedTraining]:
@@ -123,13 +113,53 @@ def _joint_trainings(space: SearchSpace) -> list[tuple[dict[str, Placement], Joi
         first = part_starts(blocks, space.blocks)[-1] * space.block_devices
         base = dataclasses.replace(space.base, first=first, count=count)
         for policy in policy_pipelines(base, node_chips, space.models):
-            placements_found = placements_of(policy, space.models)
-            placements = {
-                call: one for call, one in placements_found.items() if call in space.calls
-            }
+            placements = placements_of(policy, space.models)
+            placements = {call: one for call, one in placements.items() if call in space.calls}
             if placements:
                 ways.append((placements, space.joint(placements)))
     return sorted(ways, key=lambda pair: pair[1].quick_least)
+
+
+def policy_pipelines(base: Placement, node_chips: int, models: ModelConfigs) -> Iterator[Placement]:
+    """Yield the sensible placements of a policy's pipeline on the devices of `base`.
+
+    Stages divide its layers, and are whole nodes or equal parts of one. `tensor` stays within a
+    node and divides the key-value heads of all models; `fsdp` divides their width.
+    """
+    layers = models.policy.num_layers
+    heads = math.gcd(*(model.num_kv_heads for model in models.trunks.values()))
+    width = math.gcd(*(model.width for model in models.trunks.values()))
+    for stages in range(2, layers + 1):
+        own, rest = divmod(base.count, stages)
+        if rest or layers % stages or (own % node_chips and node_chips % own):
+            continue
+        for tensor in powers_of_two(min(own, node_chips)):
+            shards, rest = divmod(own, tensor)
+            if rest or heads % tensor:
+                continue
+            for fsdp in range(1, shards + 1):
+                if shards % fsdp == 0 and width % fsdp == 0:
+                    yield dataclasses.replace(
+                        base,
+                        slices=stages,
+                        data=shards // fsdp,
+                        fsdp=fsdp,
+                        tensor=tensor,
+                        pipelined=True,
+                    )
+
+
+def placements_of(policy: Placement, models: ModelConfigs) -> dict[str, Placement]:
+    """Return the placements of the pipelines of a policy and its critics, by call.
+
+    They are empty if no stages divide a critic's layers.
+    """
+    layers = layer_counts(models)
+    critics = {role: fill_with_copies(policy, layers, role) for role in models.critics}
+    if any(layers[role] % placed.slices for role, placed in critics.items()):
+        return {}
+    placed = {f"{role}_training": placed for role, placed in critics.items()}
+    return {"policy_training": policy, **placed}
 
 
 def fastest_pipelined(space: SearchSpace) -> PipelinedTraining | None:
@@ -177,13 +207,12 @@ def compare_trainings(prices: PlanPrices) -> TrainingComparison | None:
     hardware = prices.hardware
     chip = hardware.chip
     assert chip is not None, "Plans are priced for known chips alone."
-    node_chips = hardware.count // hardware.nodes
     tokens = minibatch * derived.text_tokens(config)
     _, pipelined_rows, best = min(of_pipelines, key=lambda one: one[0])
     seconds, sharded_rows, other = min(of_shards, key=lambda one: one[0])
     return TrainingComparison(
         tokens=tokens / hardware.count,
-        crossover=crossover_tokens(chip.flops, node_chips, chip.network_bandwidth),
+        crossover=chip.crossover_tokens(hardware.count // hardware.nodes),
         pipelined=best,
         pipelined_rows=pipelined_rows,
         sharded=other.placed,

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 from jax.stages import Traced
 
-from rlhf_jax import mesh as meshes
 from rlhf_jax.config import derived
 from rlhf_jax.config.algorithms import algorithm_of
 from rlhf_jax.config.schema import Config
@@ -100,8 +99,7 @@ class PlacedCalls:
 
     def placed(self, call: str) -> PlacedRun:
         """Return the run of a call, and its part of the hardware."""
-        run = self.run(call)
-        return PlacedRun(run, self.hardware.part(run.layout.extent(meshes.AXES)))
+        return PlacedRun.on_part(self.run(call), self.hardware)
 
     def model(self, call: str) -> ModelConfig:
         """Return the shape of the model of a call that trains one."""

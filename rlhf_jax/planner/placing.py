@@ -118,16 +118,15 @@ def by_siblings(
     curves = np.tile(length_model.survival(known.lengths), (len(total), 1))
     believed = known.belief(forecasts.BY_SIBLINGS) is not None
     starts = np.arange(0, len(total), per_prompt)
-    groups = [np.arange(len(total))[at : at + per_prompt] for at in starts]
-    ended_before = np.zeros(len(groups), int)
+    ended_before = np.zeros(len(starts), int)
 
     def predict(stage: SimulatedStage, rows: np.ndarray) -> np.ndarray:
         over = stage.place == FINISHED
         ended = np.add.reduceat(over, starts)
-        for one in np.flatnonzero(ended > ended_before).tolist() if believed else ():
-            own = groups[one]
-            lengths = total[own[over[own]]]
-            references = forecasts.sibling_references([lengths], [len(own)], [limit])
+        for start in starts[ended > ended_before].tolist() if believed else ():
+            own = slice(start, start + per_prompt)
+            lengths = total[own][over[own]]
+            references = forecasts.sibling_references([lengths], [len(over[own])], [limit])
             curves[own] = forecasts.survival(known, references)
         ended_before[:] = ended
         return length_model.remaining(curves, rows, stage.done[rows], limit)

@@ -61,6 +61,13 @@ class FoundPlan(NamedTuple):
     priced: PricedPlan
     gap: float
 
+    @classmethod
+    def best(cls, plans: Sequence[PricedPlan], bound: float) -> FoundPlan:
+        """Return the shortest plan that fits, with its gap to a lower bound of all steps."""
+        priced = min(plans, key=lambda one: (not one.fits, one.step))
+        gap = max(0.0, 1.0 - bound / priced.step)
+        return cls(priced, gap if gap > 1e-9 else 0.0)
+
 
 @dataclasses.dataclass(frozen=True)
 class PlanPrices:
@@ -144,13 +151,14 @@ class PlanPrices:
         stages: dict[str, float] = dict.fromkeys(memory_parts.STAGE_NAMES, 0.0)
         for calls in problem.stages:
             stages[calls[0].rpartition("_")[2]] += stage_seconds(problem, calls, placed)
+        events = simulate(problem, placed, STEADY)
         gigabytes = max(memory_parts.peak(parts)[1], most_bytes(problem, placed))
         return PricedPlan(
             name,
             plan,
             calls={call: placed[call].seconds for call in plan.placements},
             stages=tuple(stages.values()),
-            step=steady_seconds(problem, placed),
+            step=steady_seconds(events),
             gigabytes=gigabytes / memory_parts.GIGA,
             fits=gigabytes <= limit,
             parts=parts,
@@ -161,7 +169,7 @@ class PlanPrices:
             },
             lag=problem.lag,
             remat=remat,
-            events=simulate(problem, placed, STEADY),
+            events=events,
         )
 
     def find(self, known: Sequence[PricedPlan], limit: float) -> FoundPlan | None:
@@ -180,6 +188,5 @@ class PlanPrices:
                 plans.append(self.price("found", self.spaces[remat].plan(result.placed)))
         if not plans:
             return None
-        best = min(plans, key=lambda one: (not one.fits, one.step))
-        gap = max(0.0, 1.0 - min(bounds, default=best.step) / best.step)
-        return FoundPlan(best._replace(name="found"), gap if gap > 1e-9 else 0.0)
+        best = FoundPlan.best(plans, min(bounds, default=math.inf))
+        return best._replace(priced=best.priced._replace(name="found"))

@@ -17,7 +17,6 @@ from rlhf_jax.planner.pipelined_plans import (
     TrainingComparison,
     best_pipelined,
     compare_trainings,
-    why_not_pipelined,
 )
 from rlhf_jax.planner.planned import Planned
 from rlhf_jax.planner.priced import MESH, FoundPlan, PlanPrices, PricedPlan
@@ -114,7 +113,13 @@ def find_with_pipelines(
     Of the best such plan and the best other one, the longer is added to the named ones. If all
     chips have their own links, pipelines are considered only if nothing else fits.
     """
-    reason = why_not_pipelined(prices.hardware)
+    hardware = prices.hardware
+    reason = ""
+    if hardware.platform != "gpu" or hardware.nodes == 1:
+        reason = (
+            f"pipelines idle in their bubbles, and {hardware} gather weights over links of their"
+            " own in less time; they are for several nodes of GPUs, or where nothing else fits"
+        )
     pipelined = [FoundPlan(one, 0.0) for one in named if one.fits and is_pipelined(one.plan)]
     sharded = prices.find([one for one in named if not is_pipelined(one.plan)], SEARCH_SECONDS)
     if not reason or sharded is None:
@@ -125,17 +130,16 @@ def find_with_pipelines(
     ways = [one for one in (sharded, *pipelined) if one is not None]
     if not ways:
         return None, reason
-    best = min(ways, key=lambda one: (not one.priced.fits, one.priced.step))
+    # no plan of either kind is shorter than the bound of both
+    bound = min(one.priced.step * (1.0 - one.gap) for one in ways)
+    best = FoundPlan.best([one.priced for one in ways], bound)
     if not reason and sharded is not None:
-        if best is sharded:
+        if best.priced is sharded.priced:
             other = min((one.priced for one in pipelined), key=lambda plan: plan.step)
             named.append(other._replace(name=PIPELINED))
         else:
             named.append(sharded.priced._replace(name=SHARDED))
-    # no plan of either kind is shorter than the bound of both
-    bound = min(one.priced.step * (1.0 - one.gap) for one in ways)
-    gap = max(0.0, 1.0 - bound / best.priced.step)
-    return FoundPlan(best.priced._replace(name="found"), gap if gap > 1e-9 else 0.0), reason
+    return best._replace(priced=best.priced._replace(name="found")), reason
 
 
 def no_plan(hardware: object, lag: int) -> str:

@@ -95,10 +95,9 @@ def packed_zeros(
     """
     block = packed_block(layout)
     length = line_lengths(Extent(rows), derived.text_tokens(config), block, layout.row_shards)[-1]
-    line = (layout.row_shards, length)
     names = ("tokens", "positions", "predict_from", "targets", "mask", "segment_ids", "groups")
-    sizes = dict.fromkeys(names, line) | {
-        "segments": (*line, 2),
+    sizes = dict.fromkeys(names, (layout.row_shards, length)) | {
+        "segments": (layout.row_shards, length, 2),
         "pairs": (layout.row_shards, pair_count(length, block), 2),
     }
     made: dict[str, Any] = {name: jnp.zeros(size, jnp.int32) for name, size in sizes.items()}
@@ -121,8 +120,8 @@ def micro_batch_shapes(
     config: Config, layout: Layout, rows: int, reads: Collection[str]
 ) -> PackedSequences:
     """Return the shapes of a micro-batch of `rows` sequences of full length, for losses."""
-    shares = ("weights", "total_tokens", "total_sequences", "total_groups")
-    return packed_shapes(config, layout, rows, (*reads, *shares))
+    reads = (*reads, "weights", "total_tokens", "total_sequences", "total_groups")
+    return packed_shapes(config, layout, rows, reads)
 
 
 def _columns(

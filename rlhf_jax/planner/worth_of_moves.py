@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rlhf_jax import mesh as meshes
 from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
 from rlhf_jax.generation.assignment import MOVE_SECONDS
@@ -32,7 +31,7 @@ def rows_of_worth(config: Config, planned: Planned, lengths: Percentiles) -> lis
     """
     run = planned.run(config)
     run = run.at("generation") or run
-    placed = PlacedRun(run, planned.hardware.part(run.layout.extent(meshes.AXES)))
+    placed = PlacedRun.on_part(run, planned.hardware)
     slices = run.layout.slices
     if slices == 1:
         reason = "One slice generates everything, so no sample can move; mesh.slices makes more."

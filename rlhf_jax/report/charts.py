@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -30,7 +31,7 @@ from rlhf_jax.report.axes import (
     value_grid,
 )
 from rlhf_jax.report.run import Series, is_constant
-from rlhf_jax.report.scales import domain, duration, extremes, groups, reading, smooth, tick_step
+from rlhf_jax.report.scales import domain, duration, groups, reading, smooth, tick_step
 
 # Least and most pixels of a lane, and of all lanes together if possible.
 LANE_PIXELS = (5, 28, 576)
@@ -86,7 +87,10 @@ def line_chart(
         values = trained.values
         mean = smooth(values)
         if len(trained) > 1:
-            kept = extremes(values, groups(len(trained), MOST_POINTS))
+            # A line through the least and the greatest value of every part keeps each spike.
+            parts_of_line = groups(len(trained), MOST_POINTS)
+            ends_of_part = itertools.product(parts_of_line, (np.argmin, np.argmax))
+            kept = np.unique([part.start + end(values[part]) for part, end in ends_of_part])
             raw = path_of(frame.x(steps[kept]), frame.y(values[kept]))
             parts.append(stretched(f'<path class="raw" d="{raw}"/>'))
         parts.append(_mean(trained, mean, frame))

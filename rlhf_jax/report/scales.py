@@ -87,15 +87,6 @@ def groups(count: int, most: int) -> list[slice]:
     return [slice(int(a), int(b)) for a, b in itertools.pairwise(edges)]
 
 
-def extremes(values: np.ndarray, parts: list[slice]) -> np.ndarray:
-    """Return the positions of the least and greatest value of every part, in order.
-
-    A line through them keeps each spike.
-    """
-    ends = (np.argmin, np.argmax)
-    return np.unique([part.start + end(values[part]) for part in parts for end in ends])
-
-
 def axis_number(value: float, step: float) -> str:
     """Format a tick's label, with the digits of its step: 0.25, 1,500, 20k, 3M, −2e−5."""
     if abs(value) < step / 2:

@@ -32,7 +32,6 @@ from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.inference.scoring import ScoringSettings
 from rlhf_jax.losses.kl import adapt_kl
 from rlhf_jax.mesh import AXES, Layout
-from rlhf_jax.placement.lanes import lanes_of
 from rlhf_jax.placement.plan import training_layout
 from rlhf_jax.rewards.combination import EagerScorer, Scorer, Term, weighted
 from rlhf_jax.rewards.learned import LearnedReward
@@ -74,7 +73,7 @@ def make_run(
     """
     config = spec.config
     frozen = frozen_models(spec)
-    lanes = lanes_of(spec.plan)
+    lanes = spec.plan.lanes()
     scoring = ScoringSettings.from_config(config, spec.layouts)
     stream = PromptStream(spec.prompts, _batches(spec))
     generation = None

@@ -9,6 +9,7 @@ import pytest
 from latency_tables import BATCHES, SEQS, milliseconds, write_table
 
 from benchmarks import strategy as benchmark
+from benchmarks.latency_table import expected
 from rlhf_jax.generation.strategy.settings import SELECTOR_SETTINGS
 
 
@@ -189,5 +190,5 @@ def test_observations_end_with_the_first_miss_and_with_the_text():
 
 def test_expected_tokens_are_the_geometric_sum():
     lengths = np.array([0, 1, 4])
-    np.testing.assert_allclose(benchmark.expected(0.5, lengths), [1, 1.5, (1 - 0.5**5) / 0.5])
-    np.testing.assert_allclose(benchmark.expected(1.0, lengths), [1, 2, 5])
+    np.testing.assert_allclose(expected(0.5, lengths), [1, 1.5, (1 - 0.5**5) / 0.5])
+    np.testing.assert_allclose(expected(1.0, lengths), [1, 2, 5])

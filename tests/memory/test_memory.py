@@ -26,7 +26,6 @@ from shipped_configs import (
     path_of,
 )
 
-from benchmarks import compiled
 from rlhf_jax import mesh
 from rlhf_jax.algorithms.grpo import POLICY_LOSS
 from rlhf_jax.algorithms.ppo import CRITIC_LOSS
@@ -40,6 +39,7 @@ from rlhf_jax.memory import parts as memory_parts
 from rlhf_jax.mesh import Layout
 from rlhf_jax.models import transformer
 from rlhf_jax.models.shardings import model_shardings
+from rlhf_jax.planner.shapes import model_shapes
 from rlhf_jax.runtime.host_memory import host_memory
 from rlhf_jax.setup import sample_checks, validation
 from rlhf_jax.training.distill import DISTILLATION, student_config, student_of
@@ -307,7 +307,7 @@ class Formula(NamedTuple):
 
 
 def update_program(at, pod):
-    policy = compiled.weights(at.models.policy, at.layout)
+    policy = model_shapes(at.models.policy, at.layout)
     return pod.gradient_program(at, policy, POLICY_LOSS)
 
 
@@ -321,19 +321,19 @@ def round_program(at, pod):
 
 
 def prefill_program(at, pod):
-    policy = compiled.weights(at.models.policy, at.generation)
+    policy = model_shapes(at.models.policy, at.generation)
     width = at.config.data.max_prompt_tokens
     prompts = jnp.zeros((8, width), jnp.int32), jnp.zeros(8, jnp.int32)
     return rows.prefill.lower(policy, None, *prompts, layout=at.generation).compile()
 
 
 def score_program(at, pod):
-    policy = compiled.weights(at.models.policy, at.layout)
+    policy = model_shapes(at.models.policy, at.layout)
     return score_packed.lower(policy, pod.packed_of(at), temperature=1.0).compile()
 
 
 def student_program(at, pod):
-    policy = compiled.weights(at.models.policy, at.layout)
+    policy = model_shapes(at.models.policy, at.layout)
     student = jax.eval_shape(lambda: student_of(transformer.init(jax.random.key(0), TWO_LAYERS), 1))
     packed = pod.packed_of(at)
     hidden = jnp.zeros((*packed.mask.shape, TWO_LAYERS.width))

@@ -13,7 +13,7 @@ from call_programs import Target, critic_weights, gradient_program, master, roun
 from compilers import CHIPS, EIGHT, devices, needs_libtpu
 from shipped_configs import CONFIGS, by_name, everywhere, load
 
-from benchmarks.compiled import KERNELS, LLAMA_8B, lower_round, weights
+from benchmarks.compiled import KERNELS, LLAMA_8B, lower_round
 from benchmarks.shapes import SLOTS
 from pallas_kernels.dispatch import Kernels
 from pallas_kernels.shapes import BLOCK
@@ -22,6 +22,7 @@ from rlhf_jax.algorithms.grpo import POLICY_LOSS
 from rlhf_jax.algorithms.ppo import CRITIC_LOSS
 from rlhf_jax.memory import parts as memory_parts
 from rlhf_jax.mesh import Layout
+from rlhf_jax.planner.shapes import model_shapes
 from rlhf_jax.types import ModelConfigs
 
 TOLERANCE = 0.15
@@ -76,7 +77,7 @@ def test_predicted_memory_is_the_compilers(name):
     }
     own["training"] -= sizes.get("the policy's gradients, waiting", 0)
 
-    policy = weights(at.models.policy, master(at.layout))
+    policy = model_shapes(at.models.policy, master(at.layout))
     training = needed(gradient_program(at, policy, POLICY_LOSS))
     if name in ON_CPU and at.models.critics:  # the large one is as its policy, without the head
         critic = critic_weights(at.models.critics["critic"], at.layout)
@@ -101,7 +102,7 @@ def test_without_remat_a_tpu_keeps_the_activations_that_are_foreseen():
         training = sum(part.bytes for part in parts if part.stage == "training")
         foreseen[at.config.training.remat] = by_name(parts)["policy, float32"] + training
     assert foreseen["off"] > foreseen["on"] + 1e9
-    policy = weights(short, master(at.layout))
+    policy = model_shapes(short, master(at.layout))
     compiled = needed(gradient_program(at, policy, POLICY_LOSS))
     assert_near(foreseen["off"], compiled, "two layers of the 8B without remat in training")
 
@@ -123,7 +124,7 @@ def test_memory_is_foreseen_however_far_an_8b_model_is_split(topology, fsdp, rem
     at = Target(config, ModelConfigs(CONFIGS["grpo_llama31_8b:tpu"].models.policy), layout)
     parts = everywhere(*at)
     foreseen = sum(part.bytes for part in parts if part.stage == "training")
-    policy = weights(at.models.policy, master(layout))
+    policy = model_shapes(at.models.policy, master(layout))
     compiled = needed(gradient_program(at, policy, POLICY_LOSS))
     what = f"8B over {fsdp} with remat {remat} in training"
     assert_near(by_name(parts)["policy, float32"] + foreseen, compiled, what)

@@ -26,23 +26,21 @@ from rlhf_jax.placement.pipelined import (
     StageTimes,
     check_layers,
     check_pipelines,
-    crossover_tokens,
     fill_with_copies,
     fused_schedule,
     joint_problem,
     limit_inputs,
-    quick_bound,
     serial_schedule,
 )
 from rlhf_jax.placement.plan import Placement, Plan, read_plan
 from rlhf_jax.planner.describe import predict_calls
 from rlhf_jax.planner.describe_search import print_search
 from rlhf_jax.planner.hardware import parse_hardware
-from rlhf_jax.planner.pipelined_plans import best_pipelined
+from rlhf_jax.planner.pipelined_plans import best_pipelined, placements_of, policy_pipelines
 from rlhf_jax.planner.planned import plan_run
 from rlhf_jax.planner.priced import PlanPrices
 from rlhf_jax.planner.search.costs import LATENCY
-from rlhf_jax.planner.search.pipelines import placements_of, policy_pipelines
+from rlhf_jax.planner.search.pipelines import quick_bound
 from rlhf_jax.planner.searched import Searched, find_with_pipelines, search_plans
 from rlhf_jax.training.schedules import NEAR, RUN_TRIES
 
@@ -78,14 +76,6 @@ def found() -> Searched:
     """PPO of 8B models with 256 tokens a GPU and optimizer step, at 100 Gb/s."""
     config, run = planned(devices=NODES)
     return search_plans(config, run)
-
-
-def test_the_crossover_is_below_a_thousand_tokens_at_400_gigabits_and_3000_at_100():
-    chip = parse_hardware("gpu:8:h100").chip
-    assert chip is not None
-    assert crossover_tokens(chip.flops, 8, 5e10) == pytest.approx(750, rel=0.05)
-    assert crossover_tokens(chip.flops, 8, 1.25e10) == pytest.approx(3100, rel=0.05)
-    assert crossover_tokens(2e12, node_chips=4, network=1e9, reached=0.5) == 125.0
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from jax._src.array import ArrayImpl
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from layouts import SIXTHS, assert_equal, lay_out
 
-from benchmarks.compiled import LLAMA_8B, weights
+from benchmarks.compiled import LLAMA_8B
 from rlhf_jax.generation.decoding import decoding_weights
 from rlhf_jax.mesh import AXES, ROLES, Layout, abstract_mesh, make_mesh
 from rlhf_jax.models.shardings import model_shardings
@@ -27,6 +27,7 @@ from rlhf_jax.models.transformer import init, unstack
 from rlhf_jax.placement import program, transfer
 from rlhf_jax.placement.reshard_path import find_path, traffic
 from rlhf_jax.placement.reshard_step import Placing, ReshardStep
+from rlhf_jax.planner.shapes import model_shapes
 from rlhf_jax.types import Model, ModelConfig
 
 ITEMSIZES = {"f32": 4, "bf16": 2}
@@ -430,7 +431,7 @@ def test_a_layer_of_8b_needs_room_for_itself_alone(uncached):
     source = Layout(make_mesh(1, 4, 2, chips), "training")
     target = Layout(make_mesh(1, 1, 8, chips), "generation")
     assert source.devices.ravel().tolist() != target.devices.ravel().tolist()
-    layers = weights(LLAMA_8B, source).layers
+    layers = model_shapes(LLAMA_8B, source).layers
     steps = []
     given = []
     one_layer = transfer._one_layer(layers)

@@ -79,3 +79,13 @@ def test_a_torus_gives_two_links_for_each_axis_that_a_group_fills(group, links):
 def test_gpus_of_several_nodes_share_the_networks_of_each(group, stride, bandwidth):
     found = ring_bandwidth(GPUS["h100"], devices=64, nodes=8, group=group, stride=stride)
     assert found == bandwidth
+
+
+def test_the_crossover_is_below_a_thousand_tokens_at_400_gigabits_and_3000_at_100():
+    chip = parse_hardware("gpu:8:h100").chip
+    assert chip is not None
+    for network, tokens in ((5e10, 750), (1.25e10, 3100)):
+        slower = chip._replace(network_bandwidth=network)
+        assert slower.crossover_tokens(8) == pytest.approx(tokens, rel=0.05)
+    small = chip._replace(flops=2e12, network_bandwidth=1e9)
+    assert small.crossover_tokens(4) == pytest.approx(150)

@@ -12,7 +12,6 @@ from call_programs import Target, gradient_program, master, micro_batch, packed_
 from compilers import devices, needs_libtpu
 from shipped_configs import LLAMA_8B, load
 
-from benchmarks.compiled import weights
 from rlhf_jax.algorithms.grpo import POLICY_LOSS
 from rlhf_jax.config import default
 from rlhf_jax.inference.scoring import score_packed
@@ -27,7 +26,7 @@ from rlhf_jax.planner.hardware import parse_hardware
 from rlhf_jax.planner.search.collectives import find_collectives
 from rlhf_jax.planner.search.costs import forward_flops, gradient_flops
 from rlhf_jax.planner.search.traffic import ShardedModel, Tokens, forward_traffic, gradient_traffic
-from rlhf_jax.planner.shapes import pairs_of_texts
+from rlhf_jax.planner.shapes import model_shapes, pairs_of_texts
 from rlhf_jax.training.gradients import accumulate
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import ModelConfig, ModelConfigs
@@ -87,7 +86,7 @@ def assert_near(at: Target, platform: str, shape: tuple[int, ...]) -> None:
     response = at.config.generation.max_new_tokens
     line = rows * (at.config.data.max_prompt_tokens + response)
     tokens = Tokens(line, line)
-    model = weights(at.models.policy, master(at.layout))
+    model = model_shapes(at.models.policy, master(at.layout))
     remat = at.config.training.remat == "on"
     sharded = ShardedModel(at.models.policy, at.layout, platform)
     for what, program, formula in [

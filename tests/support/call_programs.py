@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks.compiled import placed, row_shapes, weights
 from rlhf_jax.config.schema import Config
 from rlhf_jax.generation import drafting, rows, scheduler
 from rlhf_jax.generation.speculative import tree
@@ -21,7 +20,7 @@ from rlhf_jax.inference.values import critic_of
 from rlhf_jax.memory import estimate
 from rlhf_jax.mesh import Layout
 from rlhf_jax.models.shardings import model_shardings
-from rlhf_jax.planner.shapes import packed_zeros
+from rlhf_jax.planner.shapes import model_shapes, packed_zeros, placed, row_shapes
 from rlhf_jax.sequences.batch import PackedSequences
 from rlhf_jax.training.gradients import Gradient, accumulate
 from rlhf_jax.training.kinds import Loss
@@ -55,7 +54,7 @@ def replicated(layout: Layout) -> NamedSharding:
 
 def critic_weights(model: ModelConfig, layout: Layout) -> Model:
     """Shapes of the critic, which is a reward model or has a policy's trunk."""
-    made = weights(model, master(layout))
+    made = model_shapes(model, master(layout))
     shapes = made if model.scalar_head else jax.eval_shape(critic_of, made)
     return placed(shapes, model_shardings(shapes, layout))
 
@@ -111,13 +110,13 @@ def round_program(at: Target):
         lambda: jnp.zeros((generation.max_rows, tree.bucket(strategy) - 1), jnp.int32),
         at.generation,
     )
-    policy = weights(at.models.policy, at.generation)
+    policy = model_shapes(at.models.policy, at.generation)
     options = dict(truncation=UNTRUNCATED, stop_tokens=(0,), layout=at.generation)
     return run_round.lower(policy, state, drafts, None, nodes, **options).compile()
 
 
 def score_program(at: Target, model: Model):
     """Log-probs of a packed batch under the policy."""
-    half = placed(weights(at.models.policy, at.layout), model_shardings(model, at.layout))
+    half = placed(model_shapes(at.models.policy, at.layout), model_shardings(model, at.layout))
     batch = row_shapes(lambda: packed_of(at), at.layout)
     return score_packed.lower(half, batch, temperature=1.0, layout=at.layout).compile()

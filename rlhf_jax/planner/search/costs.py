@@ -14,7 +14,7 @@ from rlhf_jax.config import derived
 from rlhf_jax.generation.strategy import prior
 from rlhf_jax.generation.strategy.roofline import RATES, Roofline
 from rlhf_jax.memory.sizes import PlannedRun, row_share
-from rlhf_jax.mesh import Layout
+from rlhf_jax.mesh import AXES, Layout
 from rlhf_jax.models.attention import QUERY_BLOCK, packed_block
 from rlhf_jax.models.flops import pair_flops, product_flops
 from rlhf_jax.planner.chips import Chip, ring_bandwidth
@@ -68,6 +68,11 @@ class PlacedRun:
 
     run: PlannedRun
     hardware: Hardware
+
+    @classmethod
+    def on_part(cls, run: PlannedRun, hardware: Hardware) -> PlacedRun:
+        """Return a run on as much of some hardware as its layout has devices."""
+        return cls(run, hardware.part(run.layout.extent(AXES)))
 
     @property
     def chip(self) -> Chip:

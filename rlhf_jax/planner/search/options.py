@@ -243,7 +243,7 @@ class SearchSpace:
 
     def _placed(self, call: str, placement: Placement) -> PlacedRun:
         """Return the run of a placement of a call, and its part of the hardware."""
-        return PlacedRun(self._run(call, placement), self.hardware.part(placement.count))
+        return PlacedRun.on_part(self._run(call, placement), self.hardware)
 
     def _run(self, call: str, placement: Placement) -> PlannedRun:
         """Return the planned run for a placement of a call."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from rlhf_jax.memory.sizes import weight_bytes
@@ -19,14 +19,10 @@ from rlhf_jax.pipeline.problem import PipelineProblem
 from rlhf_jax.placement.pipelined import (
     StageTimes,
     bubble_warnings,
-    fill_with_copies,
     fused_schedule,
     joint_problem,
-    quick_bound,
     serial_schedule,
 )
-from rlhf_jax.placement.plan import Placement
-from rlhf_jax.placement.presets import layer_counts
 from rlhf_jax.planner.search.collectives import received_bytes
 from rlhf_jax.planner.search.costs import (
     LATENCY,
@@ -36,9 +32,8 @@ from rlhf_jax.planner.search.costs import (
     forward_flops,
     gradient_flops,
 )
-from rlhf_jax.planner.search.parts import powers_of_two
 from rlhf_jax.planner.search.traffic import ShardedModel, Traffic, forward_traffic, gradient_traffic
-from rlhf_jax.types import ModelConfig, ModelConfigs
+from rlhf_jax.types import ModelConfig
 
 
 class StageWorks(NamedTuple):
@@ -125,6 +120,22 @@ class JointTraining:
         return bubble_warnings((call, one.micro_batches, len(one.forward)) for call, one in pairs)
 
 
+def quick_bound(problem: PipelineProblem) -> float:
+    """Return a lower bound of the makespan, quickly.
+
+    A node does all its tasks, after the least time before a first one and before that after a last.
+    """
+    work = [0.0] * problem.nodes
+    before = [float("inf")] * problem.nodes
+    after = [float("inf")] * problem.nodes
+    for pipe in problem.pipes:
+        for stage, node in itertools.chain.from_iterable(map(enumerate, pipe.nodes)):
+            work[node] += pipe.micro_batches * (pipe.forward[stage] + pipe.backward[stage])
+            before[node] = min(before[node], sum(pipe.forward[:stage]))
+            after[node] = min(after[node], sum(pipe.backward[:stage]))
+    return max(map(sum, zip(before, work, after, strict=True)))
+
+
 def joint_training(placed: Sequence[tuple[str, PlacedRun]]) -> JointTraining:
     """Predict the training of policy and critic as pipelines, or of a single one.
 
@@ -145,8 +156,8 @@ def one_stage(placed: PlacedRun) -> PlacedRun:
     stage_layout = dataclasses.replace(
         layout, mesh=abstract_mesh(shape, layout.platform), role="training"
     )
-    part = placed.hardware.part(math.prod(shape.values()))
-    return PlacedRun(dataclasses.replace(placed.run, layout=stage_layout), part)
+    run = dataclasses.replace(placed.run, layout=stage_layout)
+    return PlacedRun.on_part(run, placed.hardware)
 
 
 def stage_works(placed: PlacedRun, model: ModelConfig) -> StageWorks:
@@ -158,7 +169,7 @@ def stage_works(placed: PlacedRun, model: ModelConfig) -> StageWorks:
     layout = one_stage(placed).run.layout
     passes = placed.passes()
     tokens = passes.on_device(placed.run.layout)
-    shape = (passes.samples // placed.run.layout.extent("data"), passes.tokens)
+    samples = passes.samples // placed.run.layout.extent("data")
     part = dataclasses.replace(model, num_layers=model.num_layers // placed.run.layout.slices)
     layers = ShardedModel(part, layout, placed.hardware.platform)
     ends = dataclasses.replace(layers, model=dataclasses.replace(model, num_layers=0))
@@ -169,10 +180,13 @@ def stage_works(placed: PlacedRun, model: ModelConfig) -> StageWorks:
     forward = forward_traffic(layers, tokens).minus(forward_traffic(ends, tokens))
     backward = gradient_traffic(layers, tokens, remat=False).minus(of_ends)
 
-    how = {"block": packed_block(layout)}
-    of_layers = forward_flops(part, *shape, predicted=0, **how)
-    of_gradient = gradient_flops(part, *shape, predicted=0, remat=False, **how)
-    of_last = gradient_flops(part, *shape, predicted=passes.predicted, remat=False, **how)
+    block = packed_block(layout)
+    of_layers = forward_flops(part, samples, passes.tokens, predicted=0, block=block)
+    gradient = functools.partial(
+        gradient_flops, part, samples, passes.tokens, remat=False, block=block
+    )
+    of_gradient = gradient(predicted=0)
+    of_last = gradient(predicted=passes.predicted)
     return StageWorks(
         first_forward=Work(of_layers, forward.plus(embedding)),
         forward=Work(of_layers, forward),
@@ -235,39 +249,3 @@ def travelling_seconds(placed: PlacedRun, model: ModelConfig, hidden: float) -> 
     gradient = weight_bytes(model, FLOAT32, placed.run.layout, True)
     size += received_bytes("all-reduce", gradient, placed.run.layout.extent("data"))
     return hop, 2 * LATENCY + size / bandwidth
-
-
-def policy_pipelines(base: Placement, node_chips: int, models: ModelConfigs) -> Iterator[Placement]:
-    """Yield the sensible placements of a policy's pipeline on the devices of `base`.
-
-    Stages divide its layers, and are whole nodes or equal parts of one. `tensor` stays within a
-    node and divides the key-value heads of all models; `fsdp` divides their width.
-    """
-    layers = models.policy.num_layers
-    heads = math.gcd(*(model.num_kv_heads for model in models.trunks.values()))
-    width = math.gcd(*(model.width for model in models.trunks.values()))
-    for stages in range(2, layers + 1):
-        own, rest = divmod(base.count, stages)
-        if rest or layers % stages or (own % node_chips and node_chips % own):
-            continue
-        for tensor in powers_of_two(min(own, node_chips)):
-            shards, rest = divmod(own, tensor)
-            if rest or heads % tensor:
-                continue
-            for fsdp in range(1, shards + 1):
-                if shards % fsdp == 0 and width % fsdp == 0:
-                    shape = {"slices": stages, "data": shards // fsdp, "fsdp": fsdp}
-                    yield dataclasses.replace(base, **shape, tensor=tensor, pipelined=True)
-
-
-def placements_of(policy: Placement, models: ModelConfigs) -> dict[str, Placement]:
-    """Return the placements of the pipelines of a policy and its critics, by call.
-
-    They are empty if no stages divide a critic's layers.
-    """
-    layers = layer_counts(models)
-    critics = {role: fill_with_copies(policy, layers, role) for role in models.critics}
-    if any(layers[role] % placed.slices for role, placed in critics.items()):
-        return {}
-    placed = {f"{role}_training": placed for role, placed in critics.items()}
-    return {"policy_training": policy, **placed}

@@ -160,17 +160,16 @@ def simulate(problem: Problem, placed: Placed, iterations: int) -> list[Event]:
                 moved = began + problem.transfer(call, option, placed)
                 ends.append(moved + option.seconds)
                 free[own] = [ends[-1]] * option.blocks
-                where = (call, iteration, option.placement.devices)
+                event = functools.partial(Event, call, iteration, option.placement.devices)
                 if moved > began:
-                    events.append(Event(*where, began=began, ended=moved, receives=True))
-                events.append(Event(*where, began=moved, ended=ends[-1]))
+                    events.append(event(began, moved, receives=True))
+                events.append(event(moved, ends[-1]))
             ended[index, iteration] = max(ends)
     return events
 
 
-def steady_seconds(problem: Problem, placed: Placed) -> float:
-    """Return the seconds per step in the steady state."""
-    events = simulate(problem, placed, STEADY)
+def steady_seconds(events: Sequence[Event]) -> float:
+    """Return the seconds per step in the steady state, of `STEADY` simulated iterations."""
     ends = [
         max(event.ended for event in events if event.iteration == iteration)
         for iteration in (STEADY - 2, STEADY - 1)
