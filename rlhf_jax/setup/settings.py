@@ -18,8 +18,8 @@ from rlhf_jax.generation.precompile import BackgroundCompiler
 from rlhf_jax.generation.reallocation import planner
 from rlhf_jax.generation.requests import GenerationConfig
 from rlhf_jax.generation.stage import GenerationSettings
-from rlhf_jax.generation.strategy import prior
-from rlhf_jax.generation.strategy.roofline import RATES
+from rlhf_jax.generation.strategy import cost
+from rlhf_jax.generation.strategy.roofline import RATES, ModelWork
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.losses import kl
 from rlhf_jax.mesh import AXES, Layout
@@ -68,7 +68,7 @@ def generation_settings(spec: RunSpec, programs: Programs) -> GenerationSettings
             for model in spec.models.scorers([call])
             if call != "reward_inference" or model.scalar_head  # others compare, all at once
         ]
-        flops = sum(prior.work(model, layout.dtype.itemsize).token_flops for model in models)
+        flops = sum(ModelWork.of(model, layout.dtype.itemsize).token_flops for model in models)
         devices = layout.extent(AXES) / layout.slices
         scoring_seconds = flops / (RATES[layout.platform][1] * devices)
     by_clock = config.deterministic and distributed.started()
@@ -203,7 +203,7 @@ def _selector(spec: RunSpec) -> Selector | None:
     if not derived.adaptive(config):
         return None
     decoding = _decoding(spec)
-    costs = prior.costs(
+    costs = cost.prior_of_models(
         spec.models,
         spec.layouts["generation"].platform,
         spec.layouts["generation"].dtype.itemsize,
