@@ -16,7 +16,7 @@ from pallas_kernels.shapes import LANES
 from rlhf_jax import mesh as meshes
 from rlhf_jax.cache.state import DecodeState
 from rlhf_jax.generation import rows as row_verbs
-from rlhf_jax.generation.known_texts import keep_latest, known_texts
+from rlhf_jax.generation.history import keep_latest, known_texts
 from rlhf_jax.generation.requests import GenerationConfig, Sample, is_ready
 from rlhf_jax.generation.rows import Admission, Prefix
 from rlhf_jax.generation.speculative import tree as trees

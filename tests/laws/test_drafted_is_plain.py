@@ -17,7 +17,7 @@ from tiny_stage import requests
 from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.generation import scheduler
 from rlhf_jax.generation.engine import generate
-from rlhf_jax.generation.known_texts import keep_latest, known_texts
+from rlhf_jax.generation.history import keep_latest, known_texts
 from rlhf_jax.generation.reallocation import row_transfer
 from rlhf_jax.generation.requests import Request, Sample, StopStrings, as_sequences
 from rlhf_jax.generation.speculative import tree as trees
