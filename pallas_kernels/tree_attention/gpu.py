@@ -110,10 +110,16 @@ def tree_attention(
     grouped = query.reshape(batch, count, groups, heads // groups, dim).transpose(0, 2, 3, 1, 4)
     grouped = _pad(grouped.reshape(batch, groups, -1, dim), 2, rows)
     seen = _pad(jnp.tile(mask.astype(query.dtype), (1, heads // groups, 1)), 1, rows)
-    cache = _pad(cache_k, 3, CACHE_BLOCK), _pad(cache_v, 2, CACHE_BLOCK)
-    window = _pad(window_k, 3, CACHE_BLOCK), _pad(window_v, 2, CACHE_BLOCK)
     attend = _kernel(plan, grouped.shape, interpret)
-    parts, top, total = attend(length, grouped, *cache, *window, _pad(seen, 2, CACHE_BLOCK))
+    parts, top, total = attend(
+        length,
+        grouped,
+        _pad(cache_k, 3, CACHE_BLOCK),
+        _pad(cache_v, 2, CACHE_BLOCK),
+        _pad(window_k, 3, CACHE_BLOCK),
+        _pad(window_v, 2, CACHE_BLOCK),
+        _pad(seen, 2, CACHE_BLOCK),
+    )
 
     # Parts of a context are merged by their maxima and sums [S, B, G, R].
     weight = jnp.exp2(top - jnp.max(top, axis=0))

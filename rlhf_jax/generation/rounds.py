@@ -83,7 +83,7 @@ def dispatch_round(batch: SliceBatch, drains: bool, run: GenerationRun) -> None:
     strategy = run.decoding.strategies[0]
     expected_gain = None
     if run.selector is not None:
-        situation = _situation_of(batch, context, lag, drains, run.decoding, run.compiler)
+        situation = _situation_of(batch, context, lag, drains, run)
         strategy, expected_gain = _choose(
             run.selector, situation, batch, siblings=siblings, run=run
         )
@@ -142,17 +142,14 @@ def _draft_lag(batch: SliceBatch) -> int:
 
 
 def _situation_of(
-    batch: SliceBatch,
-    context: int,
-    lag: int,
-    drains: bool,
-    decoding: GenerationConfig,
-    compiler: BackgroundCompiler | None,
+    batch: SliceBatch, context: int, lag: int, drains: bool, run: GenerationRun
 ) -> Situation:
     """Describe the next round of the slice to the selector.
 
     context: total tokens of its samples. drains: the slice gets no further samples.
     """
+    decoding = run.decoding
+    compiler = run.compiler
     layout = batch.layout
     live = batch.live
     rows = len(batch.rows)
@@ -222,8 +219,7 @@ def _choose(
         stays = None if choice.reason == "probe" else choice.strategy
         fewer = scheduler.row_bucket(rows // 2, rows, decoding, layout=layout)
         for strategy, size in ((choice.not_yet_compiled, rows), (stays, fewer)):
-            place = (decoding, layout)
-            if compiler and strategy and compiler.can_submit(strategy, size, *place):
+            if compiler and strategy and compiler.can_submit(strategy, size, decoding, layout):
                 return choice.strategy, choice.expected_gain, (strategy, size)
         return choice.strategy, choice.expected_gain, None
 

@@ -166,14 +166,6 @@ def row_bucket(live: int, most: int, decoding: GenerationConfig, layout: Layout)
     return size
 
 
-def row_sizes(rows: int, decoding: GenerationConfig, layout: Layout) -> list[int]:
-    """Return the row counts to which a slice of this size shrinks, halved each time."""
-    sizes = [rows]
-    while (fewer := row_bucket(sizes[-1] // 2, sizes[-1], decoding, layout)) < sizes[-1]:
-        sizes.append(fewer)
-    return sizes
-
-
 def begin_slices(
     models: ModelPair, samples: int, decoding: GenerationConfig, layout: Layout
 ) -> list[SliceBatch]:
@@ -362,7 +354,9 @@ def release_finished(
             for i, (place, sibling) in enumerate(siblings[start : start + ADMITTED]):
                 row[i] = place
                 history[i] = known_texts(sibling, batch.ended_texts, decoding.history)
-            batch.state = row_verbs.write_history(batch.state, row, history, layout=batch.layout)
+            held = batch.state.history
+            history = row_verbs.overwrite(held, row, history, layout=batch.layout)
+            batch.state = dataclasses.replace(batch.state, history=history)
 
 
 def siblings(batch: SliceBatch, decoding: GenerationConfig) -> np.ndarray:

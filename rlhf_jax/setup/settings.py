@@ -12,7 +12,7 @@ from rlhf_jax.config.identity import plan_name
 from rlhf_jax.config.schema import Config
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.generation import drafting
-from rlhf_jax.generation.ahead import restore_samples
+from rlhf_jax.generation.ahead import SamplesAhead
 from rlhf_jax.generation.history import History
 from rlhf_jax.generation.precompile import BackgroundCompiler
 from rlhf_jax.generation.reallocation import planner
@@ -193,7 +193,7 @@ def restored_host_state(spec: RunSpec, step: int, document: dict[str, Any]) -> H
     prompts = len(kept["rows"])
     if (prompts, len(kept["ids"]) // prompts) != sizes:
         return host
-    ahead = restore_samples(kept, spec.prompts, generation.max_new_tokens)
+    ahead = SamplesAhead.restore(kept, spec.prompts, generation.max_new_tokens)
     return dataclasses.replace(host, generation=dataclasses.replace(remembered(host), ahead=ahead))
 
 

@@ -15,7 +15,6 @@ from placed_runs import QUARTERS, RESUMED, TRAINED, Runner, launch, write_plan
 
 from pallas_kernels.dispatch import Kernels
 from rlhf_jax.config import default
-from rlhf_jax.inference.values import critic_of
 from rlhf_jax.memory import estimate
 from rlhf_jax.mesh import make_mesh
 from rlhf_jax.models.files import huggingface
@@ -24,6 +23,7 @@ from rlhf_jax.models.weight_table import weight_keys
 from rlhf_jax.placement.plan import Placement, Plan, read_plan
 from rlhf_jax.placement.presets import PRESETS, plan_of
 from rlhf_jax.setup import validation
+from rlhf_jax.setup.models import critic_of
 from rlhf_jax.types import ModelConfigs
 
 
