@@ -27,7 +27,7 @@ from jax import lax
 
 from pallas_kernels.shapes import BLOCK
 from pallas_kernels.verify_head.reference import Parts, blocks, inside, parts_of, tempered
-from rlhf_jax.mesh import ONE_DEVICE, ROW_AXES, Layout
+from rlhf_jax.mesh import ONE_DEVICE, ROW_AXES, Layout, on_each
 from rlhf_jax.types import Array
 
 # The rotations, in bits, of threefry's rounds: four rounds of the one, then four of the other.
@@ -321,9 +321,7 @@ def _best_of_rows(scores: jax.Array, count: int, layout: Layout) -> tuple[jax.Ar
     if layout.mesh is None or layout.mesh.size == 1:
         return best(scores)
     rows = layout.fit((ROW_AXES,), scores.shape[:1])
-    return jax.shard_map(best, mesh=layout.mesh, in_specs=rows, out_specs=rows, check_vma=False)(
-        scores
-    )
+    return on_each(best, layout, rows, rows)(scores)
 
 
 def _assert_ranks(logits: jax.Array, key: Array, position: Array) -> None:
