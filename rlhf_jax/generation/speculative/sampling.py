@@ -307,21 +307,14 @@ def rank(
     scores = jnp.where(greedy | (raw == -jnp.inf), raw, truncated)
     tokens = chosen[..., None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
     scores, tokens = (x.reshape(*x.shape[:-2], -1) for x in (scores, tokens))
-    scores, places = _best_of_rows(scores, min(count, scores.shape[-1]), layout)
+    top_k = functools.partial(lax.top_k, k=min(count, scores.shape[-1]))
+    if layout.mesh is not None and layout.mesh.size > 1:
+        # By itself XLA would gather all rows on each device.
+        rows = layout.fit((ROW_AXES,), scores.shape[:1])
+        top_k = on_each(top_k, layout, rows, rows)
+    scores, places = top_k(scores)
     ranked = jnp.take_along_axis(tokens, places, -1)
     return _fill(jnp.where(scores > -jnp.inf, ranked, -1), count)
-
-
-def _best_of_rows(scores: jax.Array, count: int, layout: Layout) -> tuple[jax.Array, jax.Array]:
-    """Return the best scores [B, ..., count] and their places; each device handles its own rows.
-
-    By itself XLA would gather all rows for it.
-    """
-    best = functools.partial(lax.top_k, k=count)
-    if layout.mesh is None or layout.mesh.size == 1:
-        return best(scores)
-    rows = layout.fit((ROW_AXES,), scores.shape[:1])
-    return on_each(best, layout, rows, rows)(scores)
 
 
 def _assert_ranks(logits: jax.Array, key: Array, position: Array) -> None:
