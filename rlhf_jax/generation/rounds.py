@@ -8,7 +8,6 @@ after it is chosen from its results.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import operator
 import time
@@ -39,8 +38,6 @@ from rlhf_jax.types import Strategy
 MOST_IN_FLIGHT = 2
 # Replayed drafts per row from which on the results of a round are awaited.
 LONG_REPLAY = 4
-# Seconds between two polls for a slice whose results have arrived.
-LOOK_INTERVAL = 5e-5
 
 RoundResult = tuple[RoundReport, list[Sample]]  # a round's report, and the samples it ended
 
@@ -234,33 +231,6 @@ def _choose(
             layout=layout,
         )
     return strategy, expected_gain
-
-
-def slices_in_turn(slices: Sequence[SliceBatch]) -> Iterator[SliceBatch]:
-    """Yield the slices with rounds in flight in turn, so that a run is reproducible."""
-    while True:
-        yield from [batch for batch in slices if batch.in_flight] or slices[:1]
-
-
-def slices_as_ready(slices: Sequence[SliceBatch]) -> Iterator[SliceBatch]:
-    """Yield slices whose results have arrived, the least recently served one first.
-
-    A slice that alone has rounds in flight is yielded at once.
-    """
-    order = collections.deque(slices)
-    while True:
-        in_flight = [batch for batch in order if batch.in_flight]
-        for batch in in_flight:
-            batch.seen_unfinished = False
-        while len(in_flight) > 1 and not any(batch.results_ready for batch in in_flight):
-            for batch in in_flight:
-                batch.seen_unfinished = True
-            time.sleep(LOOK_INTERVAL)
-        ready = [batch for batch in in_flight if batch.results_ready]
-        chosen = (ready or in_flight or slices)[0]
-        order.remove(chosen)
-        order.append(chosen)
-        yield chosen
 
 
 def receive_next(batch: SliceBatch, run: GenerationRun) -> Iterator[RoundResult]:
