@@ -3,7 +3,7 @@
 Rows draft as far as useful; K nodes per row are verified on average. All but attention runs on K
 tokens per row, of whichever rows; attention runs on the whole grid of rows and nodes. A shared
 budget of drafts for all rows is from AdaServe (Li et al. 2025). Rows on one device share a budget,
-so that no data cross devices. `expected_gains` and what follows it are the host's expectations of
+so that no data cross devices. `Ranking` and what follows it are the host's expectations of
 such packed rounds.
 """
 
