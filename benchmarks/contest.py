@@ -26,7 +26,7 @@ from rlhf_jax.generation.precompile import first_programs
 from rlhf_jax.generation.requests import GenerationConfig, Request, RoundReport, Sample
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.strategy import candidates, cost
-from rlhf_jax.generation.strategy.prior import work
+from rlhf_jax.generation.strategy.roofline import ModelWork
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.mesh import Layout
 from rlhf_jax.types import Model, Strategy
@@ -205,8 +205,8 @@ def contenders_of(case: Case, lengths: Sequence[int]) -> dict[str, Case]:
 def new_selector(case: Case, lengths: Sequence[int]) -> Selector:
     """A selector that knows nothing yet."""
     size = case.target.embed.dtype.itemsize
-    drafter = case.drafter and work(case.drafter.config, size)
-    costs = cost.prior(jax.default_backend(), work(case.target.config, size), drafter)
+    drafter = case.drafter and ModelWork.of(case.drafter.config, size)
+    costs = cost.prior(jax.default_backend(), ModelWork.of(case.target.config, size), drafter)
     return Selector(candidates.build(case.decoding.strategies, max(lengths)), costs)
 
 

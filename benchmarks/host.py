@@ -31,7 +31,7 @@ from rlhf_jax.generation.requests import GenerationConfig, Request
 from rlhf_jax.generation.speculative import round as device_round
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.speculative.tree import PLAIN
-from rlhf_jax.generation.strategy import candidates, prior
+from rlhf_jax.generation.strategy import candidates, cost
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.mesh import Layout, make_mesh
 from rlhf_jax.models.transformer import init
@@ -69,7 +69,9 @@ def main() -> None:
         )
         selector = compiler = None
         if name == "adaptive":
-            costs = prior.costs(ModelConfigs(config), "cpu", 4, {}, settings.rows, settings.tokens)
+            costs = cost.prior_of_models(
+                ModelConfigs(config), "cpu", 4, {}, settings.rows, settings.tokens
+            )
             selector = Selector(candidates.adaptive(DRAFTERS), costs)
             compiler = BackgroundCompiler(Programs())
         each = []

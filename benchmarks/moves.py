@@ -156,7 +156,7 @@ def inside(state: Callable[..., DecodeState], slots: int, source: Layout, target
     """(a move, the plain copy, bytes) between two devices of this process."""
     here = state(source)
     there = [state(target)]
-    count = row_transfer.bytes_of(row_transfer.pack_rows(here, ROW, slots, layout=source))
+    count = row_transfer.pack_rows(here, ROW, slots, layout=source).nbytes
     flat = jax.device_put(np.zeros(count, np.uint8), source.devices.flat[0])
 
     def move() -> DecodeState:
@@ -172,7 +172,7 @@ def send_to_process(state: Callable[..., DecodeState], slots: int, source: Layou
     own = source if source.is_here else target
     mine = [state(own)]
     pair = Mesh(np.concatenate([source.devices, target.devices]), meshes.AXES)
-    count = row_transfer.bytes_of(row_transfer.pack_rows(mine[0], ROW, slots, layout=own))
+    count = row_transfer.pack_rows(mine[0], ROW, slots, layout=own).nbytes
     spread = NamedSharding(pair, PartitionSpec("slices"))
     part = jax.device_put(np.zeros((1, count), np.uint8), own.devices.flat[0])
     flat = jax.make_array_from_single_device_arrays((2, count), spread, [part])

@@ -24,7 +24,7 @@ from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.requests import GenerationConfig, Request, RoundReport
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.sampling import Sampling
-from rlhf_jax.generation.strategy import acceptance, candidates, predict, prior
+from rlhf_jax.generation.strategy import acceptance, candidates, cost, predict
 from rlhf_jax.generation.strategy.acceptance import BAND_EDGES, BANDS, CLASSES, Observations
 from rlhf_jax.generation.strategy.predict import Situation
 from rlhf_jax.generation.strategy.select import Selector
@@ -78,7 +78,9 @@ def recorded(options: argparse.Namespace) -> list[Observations]:
         Sampling(options.temperature), tuple(both), source.stop_tokens, 8, slots, options.seed
     )
     model = weights(source, layout)
-    costs = prior.costs(ModelConfigs(model.config, None), "cpu", 4, {}, rows=8, slots=slots)
+    costs = cost.prior_of_models(
+        ModelConfigs(model.config, None), "cpu", 4, {}, rows=8, slots=slots
+    )
     selector = Selector(candidates.build(both, len(strategy.parents)), costs, frozen_costs=True)
     found: list[Observations] = []
 

@@ -19,8 +19,7 @@ from rlhf_jax.generation.requests import RoundReport
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.strategy import candidates, roofline
 from rlhf_jax.generation.strategy.acceptance import Observations
-from rlhf_jax.generation.strategy.choice import Choice
-from rlhf_jax.generation.strategy.predict import Situation
+from rlhf_jax.generation.strategy.predict import Choice, Situation
 from rlhf_jax.types import Strategy
 
 ROUNDS = 7  # of a call that are to be timed

@@ -20,7 +20,7 @@ from rlhf_jax.config.schema import Config
 from rlhf_jax.evaluation import evaluate
 from rlhf_jax.generation.decoding import completed, decoding_models
 from rlhf_jax.generation.stage import begin_selectors, first_programs
-from rlhf_jax.generation.strategy import prior
+from rlhf_jax.generation.strategy import cost
 from rlhf_jax.inference.scoring import score
 from rlhf_jax.memory import host
 from rlhf_jax.memory import parts as memory_parts
@@ -202,7 +202,7 @@ def compile_ahead(state: RunState, run: Run, session: Session) -> RunState:
     configs = ModelConfigs(models[0].config, models[1] and models[1].config)
     decoding = settings.decoding
     costs = functools.partial(
-        prior.costs,
+        cost.prior_of_models,
         configs,
         settings.layout.platform,
         models[0].norm.dtype.itemsize,

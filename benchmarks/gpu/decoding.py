@@ -24,7 +24,7 @@ from benchmarks.gpu.setting import (
     with_earlier,
 )
 from rlhf_jax.generation.speculative import tree
-from rlhf_jax.generation.strategy.prior import work
+from rlhf_jax.generation.strategy.roofline import ModelWork
 from rlhf_jax.types import ModelConfig
 
 # Random text repeats nothing: of the first chain hardly a draft is accepted, of the second, which
@@ -75,7 +75,7 @@ def figures(runs: list[Run], config: ModelConfig, itemsize: int) -> dict[str, An
     Bytes are those that no round can do without: all weights but the embedding, and the live caches
     up to their lengths. Seconds of a round are from the first dispatch to the last result.
     """
-    model = work(config, itemsize)
+    model = ModelWork.of(config, itemsize)
     rates = []
     speeds = []
     for one in runs:

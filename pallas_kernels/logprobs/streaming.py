@@ -103,12 +103,12 @@ def _backward(
     streams: Streams, kept: tuple[Array, ...], cotangents: tuple[Array, Array]
 ) -> tuple[Array, Array, None]:
     """Return the gradients of hidden and head from those of log-probability and entropy."""
-    hidden, head, *_ = kept
+    hidden, head, targets, normaliser, entropy = kept
     if streams.axis is not None:
         # `shard_map` divides a replicated result's cotangent over the axis, and sums the parts of
         # hidden's gradient.
         cotangents = lax.psum(cotangents, streams.axis)
-    d_hidden, d_head = streams.gradients(*kept, *cotangents)
+    d_hidden, d_head = streams.gradients(hidden, head, targets, normaliser, entropy, *cotangents)
     return d_hidden.astype(hidden.dtype), d_head.astype(head.dtype), None
 
 

@@ -38,13 +38,15 @@ def tree_attention(
     The values beyond a row's length must be finite, as there.
     """
     check_ranks([query, cache_k, cache_v, window_k, window_v, length, mask], [4, 4, 4, 4, 4, 1, 3])
-    arguments = (query, cache_k, cache_v, window_k, window_v, length, mask)
+    whole = reference.tree_attention
     slots = cache_k.shape[3]
     if slots < LEAST_SLOTS:
-        return reference.tree_attention(*arguments)
+        return whole(query, cache_k, cache_v, window_k, window_v, length, mask)
     live = (-(-length // TURN_SLOTS)).sum(dtype=jnp.int32)
     few = live * ONE_LIVE_IN <= len(query) * (slots // TURN_SLOTS)
-    return lax.cond(few, over_live_blocks, reference.tree_attention, *arguments)
+    return lax.cond(
+        few, over_live_blocks, whole, query, cache_k, cache_v, window_k, window_v, length, mask
+    )
 
 
 class _Sums(NamedTuple):

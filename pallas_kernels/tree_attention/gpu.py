@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import hopper
 from pallas_kernels.arrays import LOWEST, check_ranks
 from pallas_kernels.hopper import MULTIPROCESSORS, WARPGROUP_ROWS, across, rowwise, smem
+from pallas_kernels.tree_attention.reference import by_group, by_token
 
 # Cache slots fetched at a time.
 CACHE_BLOCK = 64
@@ -94,7 +95,7 @@ def tree_attention(
     0.12.
     """
     check_ranks([query, cache_k, cache_v, window_k, window_v, length, mask], [4, 4, 4, 4, 4, 1, 3])
-    batch, count, heads, dim = query.shape
+    _, count, heads, dim = query.shape
     if query.dtype != jnp.bfloat16:
         raise ValueError(
             f"The kernel serves bfloat16, not {query.dtype}: Hopper's matrix units round float32."
@@ -107,20 +108,25 @@ def tree_attention(
     groups = cache_k.shape[1]
     plan = _plan(query.shape, cache_k.shape, window_k.shape[3])
     rows = plan.tiles * plan.warpgroups * WARPGROUP_ROWS
-    grouped = query.reshape(batch, count, groups, heads // groups, dim).transpose(0, 2, 3, 1, 4)
-    grouped = _pad(grouped.reshape(batch, groups, -1, dim), 2, rows)
+    grouped = _pad(by_group(query, groups), 2, rows)
     seen = _pad(jnp.tile(mask.astype(query.dtype), (1, heads // groups, 1)), 1, rows)
-    cache = _pad(cache_k, 3, CACHE_BLOCK), _pad(cache_v, 2, CACHE_BLOCK)
-    window = _pad(window_k, 3, CACHE_BLOCK), _pad(window_v, 2, CACHE_BLOCK)
     attend = _kernel(plan, grouped.shape, interpret)
-    parts, top, total = attend(length, grouped, *cache, *window, _pad(seen, 2, CACHE_BLOCK))
+    parts, top, total = attend(
+        length,
+        grouped,
+        _pad(cache_k, 3, CACHE_BLOCK),
+        _pad(cache_v, 2, CACHE_BLOCK),
+        _pad(window_k, 3, CACHE_BLOCK),
+        _pad(window_v, 2, CACHE_BLOCK),
+        _pad(seen, 2, CACHE_BLOCK),
+    )
 
     # Parts of a context are merged by their maxima and sums [S, B, G, R].
     weight = jnp.exp2(top - jnp.max(top, axis=0))
     total = jnp.sum(total * weight, axis=0)[..., None]
     out = jnp.sum(parts * weight[..., None], axis=0) / jnp.where(total > 0, total, 1.0)
-    out = out[:, :, : heads // groups * count].reshape(batch, groups, heads // groups, count, dim)
-    return out.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
+    out = out[:, :, : heads // groups * count]
+    return by_token(out, query.shape).astype(query.dtype)
 
 
 def _plan(query: tuple[int, ...], cache: tuple[int, ...], window: int) -> AttentionPlan:

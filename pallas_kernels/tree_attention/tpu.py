@@ -62,8 +62,8 @@ def tree_attention(
     128 the cache is read in place, else XLA may copy it first. `interpret` runs the kernel on any
     hardware, slowly.
     """
-    inputs = (query, cache_k, cache_v, window_k, window_v, length, mask)
-    return attend(*inputs, cut_for(query, cache_k), interpret)
+    cut = cut_for(query, cache_k)
+    return attend(query, cache_k, cache_v, window_k, window_v, length, mask, cut, interpret)
 
 
 def cut_for(query: Array, cache_k: Array) -> Cut:
@@ -111,7 +111,7 @@ def attend(
         cache = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in cache]
     # A few tokens fill the rows of a tile better than its lanes: the window's keys are laid out
     # like its values.
-    window = (window_k.swapaxes(2, 3), window_v)
+    window_k = window_k.swapaxes(2, 3)
     # The mask [B, Q, W] for each row of scores, [B, A * E, W] int8. It is the same for all layers,
     # so it is made once.
     width = mask.shape[2]
@@ -121,7 +121,7 @@ def attend(
     seen = of_heads.transpose(order)[:, 0]  # [B, A, E, W]
     seen = jnp.pad(seen, ((0, 0), (0, 0), (0, -seen.shape[2] % SUBLANES), (0, 0)))
     seen = seen.reshape(batch, -1, width)
-    out, *mass = _call(cut, interpret, length, folded, *cache, *window, seen)
+    out, *mass = _call(cut, interpret, length, folded, *cache, window_k, window_v, seen)
     if mass:
         out = (jax.nn.softmax(mass[0], axis=1) * out).sum(axis=1).astype(query.dtype)
     return out.reshape(folded.shape).transpose(np.argsort(order)).reshape(query.shape)
@@ -183,7 +183,7 @@ def _call(cut: Cut, interpret: bool, length: Array, query: Array, *parts: Array)
     With several splits also the log of each sum, [B, S, G, A, E, 1].
     """
     batch, groups, apart, together, dim = query.shape
-    tile = (groups, apart, pl.cdiv(together, SUBLANES) * SUBLANES)
+    whole = pl.cdiv(together, SUBLANES) * SUBLANES  # query rows in whole tiles
     key, value, *window = parts
     widths = (dim,) if cut.splits == 1 else (dim, 1)
     dtype = query.dtype if cut.splits == 1 else jnp.float32
@@ -192,14 +192,14 @@ def _call(cut: Cut, interpret: bool, length: Array, query: Array, *parts: Array)
         num_scalar_prefetch=2,
         grid=(batch, cut.splits, jnp.maximum(blocks, 1)),
         in_specs=[
-            _at_grid(1, *tile, dim),
+            _at_grid(1, groups, apart, whole, dim),
             _at_block(key, 3, cut),
             _at_block(value, _slot_axis(dim), cut),
             *(_at_grid(1, *part.shape[1:]) for part in window),
         ],
-        out_specs=[_at_grid(2, *tile, width) for width in widths],
+        out_specs=[_at_grid(2, groups, apart, whole, width) for width in widths],
         scratch_shapes=[
-            pltpu.VMEM((groups, tile[1] * tile[2], width), jnp.float32) for width in (1, 1, dim)
+            pltpu.VMEM((groups, apart * whole, width), jnp.float32) for width in (1, 1, dim)
         ],
     )
     # With full rows, because the compiler does not know their lengths.

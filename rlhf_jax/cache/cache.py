@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from pallas_kernels.arrays import Cache
+from pallas_kernels.arrays import Cache, LayerCache
 from rlhf_jax.mesh import ROW_AXES, Layout, OwnSpecs, fitted, row_spec
 from rlhf_jax.runtime.compilation import Execute
 from rlhf_jax.types import Array, ModelConfig
@@ -33,6 +33,14 @@ class Window(OwnSpecs):
     def specs(self) -> Window:
         """Return the mesh axes of each leaf."""
         return jax.tree.map(lambda _: HEADS_SPEC, self)
+
+
+def window_layout(key: jax.Array, value: jax.Array) -> LayerCache:
+    """Transpose keys and values [B, W, G, D] to (k [B, G, D, W], v [B, G, W, D]).
+
+    Both products of attention then read contiguous rows.
+    """
+    return key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3)
 
 
 class KVCache(OwnSpecs):

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from pallas_kernels import implementation
 from pallas_kernels.arrays import Cache, LayerCache
-from rlhf_jax.cache.cache import HEADS_SPEC, KVCache, Window, pick_rows
+from rlhf_jax.cache.cache import HEADS_SPEC, KVCache, Window, pick_rows, window_layout
 from rlhf_jax.mesh import Layout, on_each
 from rlhf_jax.types import Array, ModelConfig
 
@@ -27,13 +27,13 @@ class ContiguousCache(KVCache):
     @classmethod
     def empty(cls, config: ModelConfig, rows: int, slots: int, layout: Layout) -> ContiguousCache:
         """Make a cache of zeros."""
-        shape = (rows, config.num_kv_heads)
+        heads = config.num_kv_heads
         dim = config.head_dim
         return cls(
             tuple(
                 (
-                    jnp.zeros((*shape, dim, slots), layout.dtype),
-                    jnp.zeros((*shape, slots, dim), layout.dtype),
+                    jnp.zeros((rows, heads, dim, slots), layout.dtype),
+                    jnp.zeros((rows, heads, slots, dim), layout.dtype),
                 )
                 for _ in range(config.num_layers)
             )
@@ -94,25 +94,6 @@ def _attend_cached(
         keys = jnp.concatenate([window[0], keys], axis=3)
         values = jnp.concatenate([window[1], values], axis=2)
     return attend(query, *cache, keys, values, length, mask), (keys, values)
-
-
-def attend_prompt(
-    query: jax.Array, key: jax.Array, value: jax.Array, memory: None = None, *, attend: Callable
-) -> tuple[jax.Array, LayerCache]:
-    """Attend causally by `attend`, and return keys and values in the layout of a window.
-
-    Used for prefill.
-    """
-    out, _ = attend(query, key, value, memory)
-    return out, window_layout(key, value)
-
-
-def window_layout(key: jax.Array, value: jax.Array) -> LayerCache:
-    """Transpose keys and values [B, W, G, D] to (k [B, G, D, W], v [B, G, W, D]).
-
-    Both products of attention then read contiguous rows.
-    """
-    return key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3)
 
 
 def _tree_attention(layout: Layout) -> Callable[..., jax.Array]:

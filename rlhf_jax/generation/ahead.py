@@ -43,31 +43,32 @@ class SamplesAhead:
             "support": np.array(top_k, np.int32) if top_k else None,
         }
 
-
-def restore_samples(
-    document: Mapping[str, Any], prompts: Prompts, max_new_tokens: int
-) -> SamplesAhead:
-    """Return the samples restored from `document`, for the same prompts."""
-    rows = np.asarray(document["rows"])
-    ids = np.asarray(document["ids"]).reshape(len(rows), -1)
-    ends = np.cumsum(document["lengths"])[:-1]
-    tokens = iter(np.split(np.asarray(document["tokens"], np.int32), ends))
-    logprobs = iter(np.split(np.asarray(document["logprobs"], np.float32), ends))
-    top_k_ids = document["support"]
-    supports = iter([] if top_k_ids is None else np.split(np.asarray(top_k_ids, np.int32), ends))
-    samples = []
-    for row, own in zip(rows.tolist(), ids.tolist(), strict=True):
-        request = Request(prompts.tokens[row], tuple(own), max_new_tokens)
-        samples += [
-            Sample(
-                sample_id,
-                request,
-                [],
-                tokens=next(tokens).tolist(),
-                logprobs=next(logprobs).tolist(),
-                top_k_ids=list(next(supports, ())),
-                done=True,
-            )
-            for sample_id in own
-        ]
-    return SamplesAhead(samples, rows, int(document["drawn_at"]), dict(document["metrics"]))
+    @classmethod
+    def restore(
+        cls, document: Mapping[str, Any], prompts: Prompts, max_new_tokens: int
+    ) -> SamplesAhead:
+        """Return the samples restored from `document`, for the same prompts."""
+        rows = np.asarray(document["rows"])
+        ids = np.asarray(document["ids"]).reshape(len(rows), -1)
+        ends = np.cumsum(document["lengths"])[:-1]
+        tokens = iter(np.split(np.asarray(document["tokens"], np.int32), ends))
+        logprobs = iter(np.split(np.asarray(document["logprobs"], np.float32), ends))
+        top_k_ids = document["support"]
+        top_k_ids = [] if top_k_ids is None else np.split(np.asarray(top_k_ids, np.int32), ends)
+        supports = iter(top_k_ids)
+        samples = []
+        for row, own in zip(rows.tolist(), ids.tolist(), strict=True):
+            request = Request(prompts.tokens[row], tuple(own), max_new_tokens)
+            samples += [
+                Sample(
+                    sample_id,
+                    request,
+                    [],
+                    tokens=next(tokens).tolist(),
+                    logprobs=next(logprobs).tolist(),
+                    top_k_ids=list(next(supports, ())),
+                    done=True,
+                )
+                for sample_id in own
+            ]
+        return cls(samples, rows, int(document["drawn_at"]), dict(document["metrics"]))

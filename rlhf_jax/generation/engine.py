@@ -6,6 +6,8 @@ rounds, and moves samples between slices as a policy decides; texts depend on no
 
 from __future__ import annotations
 
+import collections
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rlhf_jax.generation.assignment import (
@@ -31,8 +33,6 @@ from rlhf_jax.generation.rounds import (
     dispatch_round,
     receive_all,
     receive_next,
-    slices_as_ready,
-    slices_in_turn,
 )
 from rlhf_jax.generation.scheduler import SliceBatch, begin_slices, refill, release_finished
 from rlhf_jax.generation.slice_groups import SliceGroup, slice_group_of
@@ -42,6 +42,9 @@ from rlhf_jax.mesh import ONE_DEVICE, Layout
 from rlhf_jax.types import Model
 
 __all__ = ["IdleWork", "generate"]
+
+# Seconds between two polls for a slice whose results have arrived.
+LOOK_INTERVAL = 5e-5
 
 
 def generate(
@@ -75,7 +78,7 @@ def generate(
     samples = sum(len(request.sample_ids) for request in requests)
     slices = begin_slices((target, drafter), samples, decoding, layout=layout)
     state = begin_assignment(slices, layout.split(), requests, assignment_policy, run=run)
-    served = slices_in_turn(slices) if assignment_policy.in_turn else slices_as_ready(slices)
+    served = _serve(slices, assignment_policy.in_turn)
     reallocates = assignment_policy.plan_reallocation is not None
 
     def may_do_idle_work(batch: SliceBatch) -> bool:
@@ -153,6 +156,31 @@ def _check(
             "Processes that share a slice agree under the stage's name: give it one, as"
             " AssignmentPolicy(name=)."
         )
+
+
+def _serve(slices: Sequence[SliceBatch], in_turn: bool) -> Iterator[SliceBatch]:
+    """Yield the slices with rounds in flight, endlessly: in turn, or as their results arrive.
+
+    In turn, a run is reproducible. Else the least recently served one with results is first, and a
+    slice that alone has rounds in flight is yielded at once.
+    """
+    while in_turn:
+        yield from [batch for batch in slices if batch.in_flight] or slices[:1]
+
+    order = collections.deque(slices)
+    while True:
+        in_flight = [batch for batch in order if batch.in_flight]
+        for batch in in_flight:
+            batch.seen_unfinished = False
+        while len(in_flight) > 1 and not any(batch.results_ready for batch in in_flight):
+            for batch in in_flight:
+                batch.seen_unfinished = True
+            time.sleep(LOOK_INTERVAL)
+        ready = [batch for batch in in_flight if batch.results_ready]
+        chosen = (ready or in_flight or slices)[0]
+        order.remove(chosen)
+        order.append(chosen)
+        yield chosen
 
 
 def _finish(

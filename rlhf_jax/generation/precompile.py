@@ -46,7 +46,10 @@ def first_programs(
     batches = scheduler.begin_slices(models, samples, decoding, layout=layout)
     for batch in batches:
         model_shapes = shapes(batch.models)
-        sizes = scheduler.row_sizes(len(batch.rows), decoding, batch.layout)
+        sizes = [len(batch.rows)]
+        row_bucket = functools.partial(scheduler.row_bucket, decoding=decoding, layout=batch.layout)
+        while (fewer := row_bucket(sizes[-1] // 2, sizes[-1])) < sizes[-1]:
+            sizes.append(fewer)
         whole = shapes(batch.state)
         states = [whole, *(_of_rows(whole, rows, batch.layout) for rows in sizes[1:])]
         rounds = [
@@ -63,8 +66,10 @@ def first_programs(
             )
             for rows, state in zip(sizes, states, strict=True)
         ]
-        admission = (states[0], model_shapes, prompts, decoding, batch.layout)
-        begin += [rounds[0], functools.partial(_compile_admission, *admission)]
+        admission = functools.partial(
+            _compile_admission, states[0], model_shapes, prompts, decoding, batch.layout
+        )
+        begin += [rounds[0], admission]
         shrink += rounds[1:]
         for state, rows in zip(states, sizes[1:], strict=False):
             shrink.append(functools.partial(_compile_shrinking, state, rows, batch.layout))
@@ -105,8 +110,13 @@ def _compile_write_history(state: DecodeState, layout: Layout) -> None:
     """Compile the update of rows' histories with texts that have ended, if they have any."""
     if state.history.size:
         admission = row_verbs.no_admission(state, scheduler.ADMITTED)
-        given = (state.history, admission["row"], admission["history"])
-        compile_only(row_verbs.overwrite, *given, layout=layout)
+        compile_only(
+            row_verbs.overwrite,
+            state.history,
+            admission["row"],
+            admission["history"],
+            layout=layout,
+        )
 
 
 def analysis(

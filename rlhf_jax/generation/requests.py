@@ -232,7 +232,7 @@ def as_sequences(samples: Sequence[Sample], slots: int) -> Sequences:
     columns: dict[str, Array] = {"sampled_logprobs": logprobs, "sample_ids": ids}
     if samples and samples[0].top_k_ids:
         width = len(samples[0].top_k_ids[0])
-        columns["top_k_ids"] = np.full((*shape, width), -1, np.int32)
+        columns["top_k_ids"] = np.full((*tokens.shape, width), -1, np.int32)
     for row, sample in enumerate(samples):
         start = len(sample.prompt)
         end = start + len(sample.tokens)

@@ -8,7 +8,6 @@ after it is chosen from its results.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import operator
 import time
@@ -16,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from rlhf_jax.generation import scheduler
+from rlhf_jax.generation import precompile, scheduler
 from rlhf_jax.generation.precompile import BackgroundCompiler
 from rlhf_jax.generation.requests import (
     GenerationConfig,
@@ -26,13 +25,11 @@ from rlhf_jax.generation.requests import (
     is_ready,
 )
 from rlhf_jax.generation.scheduler import InFlightRound, SliceBatch
-from rlhf_jax.generation.situation import draft_lag, situation_of
 from rlhf_jax.generation.slice_groups import SliceGroup
 from rlhf_jax.generation.speculative.protocol import drafter_of
-from rlhf_jax.generation.speculative.results import Results, from_words
+from rlhf_jax.generation.speculative.results import Results, from_words, observe_drafters
 from rlhf_jax.generation.speculative.round import speculative_round
-from rlhf_jax.generation.strategy import observations
-from rlhf_jax.generation.strategy.acceptance import DEPTHS, Observations, bands
+from rlhf_jax.generation.strategy.acceptance import BANDS, CLASSES, bands
 from rlhf_jax.generation.strategy.predict import Situation
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.types import Strategy
@@ -41,8 +38,6 @@ from rlhf_jax.types import Strategy
 MOST_IN_FLIGHT = 2
 # Replayed drafts per row from which on the results of a round are awaited.
 LONG_REPLAY = 4
-# Seconds between two polls for a slice whose results have arrived.
-LOOK_INTERVAL = 5e-5
 
 RoundResult = tuple[RoundReport, list[Sample]]  # a round's report, and the samples it ended
 
@@ -79,13 +74,13 @@ def dispatch_round(batch: SliceBatch, drains: bool, run: GenerationRun) -> None:
     drains: the slice gets no further samples.
     """
     live = batch.live
-    lag = draft_lag(batch)
+    lag = _draft_lag(batch)
     context = sum(sample.length for sample in live)
     siblings = scheduler.siblings(batch, run.decoding)
     strategy = run.decoding.strategies[0]
     expected_gain = None
     if run.selector is not None:
-        situation = situation_of(batch, context, lag, drains, run.decoding, run.compiler)
+        situation = _situation_of(batch, context, lag, drains, run)
         strategy, expected_gain = _choose(
             run.selector, situation, batch, siblings=siblings, run=run
         )
@@ -130,6 +125,76 @@ def dispatch_round(batch: SliceBatch, drains: bool, run: GenerationRun) -> None:
         sample.rounds_in_flight += 1
 
 
+def _draft_lag(batch: SliceBatch) -> int:
+    """Return the most tokens by which the draft model is behind in a sample.
+
+    A round of its own in flight reads all that the samples in it have by now.
+    """
+    fed = set()
+    if batch.in_flight:
+        before = batch.in_flight[-1]
+        if drafter_of(before.strategy).needs_model:
+            fed = {sample.sample_id for sample in before.samples if sample is not None}
+    return max(0 if sample.sample_id in fed else sample.unfed for sample in batch.live)
+
+
+def _situation_of(
+    batch: SliceBatch, context: int, lag: int, drains: bool, run: GenerationRun
+) -> Situation:
+    """Describe the next round of the slice to the selector.
+
+    context: total tokens of its samples. drains: the slice gets no further samples.
+    """
+    decoding = run.decoding
+    compiler = run.compiler
+    layout = batch.layout
+    live = batch.live
+    rows = len(batch.rows)
+
+    # [D, CLASSES] samples by confidence, on each of several devices with separate budgets.
+    by_device = {}
+    for name in (one.name for one in decoding.drafters if one.packs and layout.row_shards > 1):
+        kinds = [one.confidence.get(name, 0) if one else CLASSES for one in batch.rows]
+        on_device = np.array(kinds).reshape(layout.row_shards, -1, 1)
+        by_device[name] = (on_device == np.arange(CLASSES)).sum(axis=1)
+
+    # Only of drafters by an earlier text, as their classes last: a text that has diverged from its
+    # earlier one rarely returns to it.
+    left = {}
+    last = drains and not batch.queue and not batch.prefilled
+    for name in (one.name for one in decoding.drafters if last and one.needs_earlier):
+        tokens = []
+        for sample in live:
+            most = sample.request.max_new_tokens
+            earlier = len(sample.request.earlier.get(sample.sample_id, ()))
+            tokens.append(max(1, min(earlier or most, most) - len(sample.tokens)))
+        left[name] = _sum_by_class(live, name, tokens)
+
+    return Situation(
+        rows=rows,
+        live=len(live),
+        context=context,
+        lag=lag,
+        classes={
+            one.name: _sum_by_class(live, one.name, [1] * len(live)).astype(np.int64)
+            for one in decoding.drafters
+        },
+        ready=lambda one: compiler is None or compiler.ready(one, rows, decoding, layout=layout),
+        most_nodes=precompile.VERIFIED * layout.row_shards // rows,
+        failed=compiler.failed(rows, decoding, layout) if compiler else (),
+        left=left,
+        slice=batch.number,
+        by_device=by_device,
+        bands=np.bincount(bands(np.array([len(one.tokens) for one in live])), minlength=BANDS),
+    )
+
+
+def _sum_by_class(samples: Sequence[Sample], drafter: str, figures: list[int]) -> np.ndarray:
+    """Sum figures of samples by whether the prompt was seen, and by confidence: [2, CLASSES]."""
+    cells = [CLASSES * one.seen_prompt + one.confidence.get(drafter, 0) for one in samples]
+    return np.bincount(cells, figures, 2 * CLASSES).reshape(2, CLASSES)
+
+
 def _choose(
     selector: Selector,
     situation: Situation,
@@ -151,8 +216,7 @@ def _choose(
         stays = None if choice.reason == "probe" else choice.strategy
         fewer = scheduler.row_bucket(rows // 2, rows, decoding, layout=layout)
         for strategy, size in ((choice.not_yet_compiled, rows), (stays, fewer)):
-            place = (decoding, layout)
-            if compiler and strategy and compiler.can_submit(strategy, size, *place):
+            if compiler and strategy and compiler.can_submit(strategy, size, decoding, layout):
                 return choice.strategy, choice.expected_gain, (strategy, size)
         return choice.strategy, choice.expected_gain, None
 
@@ -167,33 +231,6 @@ def _choose(
             layout=layout,
         )
     return strategy, expected_gain
-
-
-def slices_in_turn(slices: Sequence[SliceBatch]) -> Iterator[SliceBatch]:
-    """Yield the slices with rounds in flight in turn, so that a run is reproducible."""
-    while True:
-        yield from [batch for batch in slices if batch.in_flight] or slices[:1]
-
-
-def slices_as_ready(slices: Sequence[SliceBatch]) -> Iterator[SliceBatch]:
-    """Yield slices whose results have arrived, the least recently served one first.
-
-    A slice that alone has rounds in flight is yielded at once.
-    """
-    order = collections.deque(slices)
-    while True:
-        in_flight = [batch for batch in order if batch.in_flight]
-        for batch in in_flight:
-            batch.seen_unfinished = False
-        while len(in_flight) > 1 and not any(batch.results_ready for batch in in_flight):
-            for batch in in_flight:
-                batch.seen_unfinished = True
-            time.sleep(LOOK_INTERVAL)
-        ready = [batch for batch in in_flight if batch.results_ready]
-        chosen = (ready or in_flight or slices)[0]
-        order.remove(chosen)
-        order.append(chosen)
-        yield chosen
 
 
 def receive_next(batch: SliceBatch, run: GenerationRun) -> Iterator[RoundResult]:
@@ -308,48 +345,10 @@ def _report(
         context=sent.context,
         lag=sent.lag,
         seconds=seconds,
-        observations=_observe_drafters(sent, results, confidence),
+        observations=observe_drafters(results, sent.strategy, sent.samples, confidence),
         slice=number,
         began=sent.dispatched,
         ended=time.perf_counter(),
         moves=len(sent.moved_bytes),
         moved_bytes=sum(sent.moved_bytes),
     )
-
-
-def _observe_drafters(
-    sent: InFlightRound, results: Results, confidence: list[dict[str, int]]
-) -> dict[str, Observations]:
-    """Observe the round's drafter by its drafts, and the others by hindsight.
-
-    A round ends where its drafter was wrong, so hindsight from there would see too many of its
-    misses.
-    """
-    if not results.hindsight and not sent.strategy.parents:
-        return {}
-    used = sent.strategy.drafter
-    gained = np.asarray(results.emission.count) > 0
-    seen_prompt = np.array([one is not None and one.seen_prompt for one in sent.samples])
-    length = np.array([len(one.tokens) if one else 0 for one in sent.samples])
-    long = length >= DEPTHS
-    band = bands(length)
-    observed = {
-        name: observations.of_hindsight(own, gained & long, seen_prompt, band)
-        for name, own in results.hindsight.items()
-        if name != used
-    }
-    drafter = drafter_of(sent.strategy)
-    if sent.strategy.parents and (used in results.hindsight or not drafter.has_hindsight):
-        before = np.array([classes.get(used, 0) for classes in confidence])
-        allowed = np.full(len(before), len(sent.strategy.parents))
-        if results.budget_share is not None:
-            allowed = np.where(results.budget_share.short, results.budget_share.drafts, allowed)
-        observed[used] = observations.of_drafts(
-            sent.strategy,
-            results.emission,
-            before,
-            seen_prompt=seen_prompt,
-            allowed=allowed,
-            band=band,
-        )
-    return observed

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from rlhf_jax.cache.cache import KVCache, Window, is_cache, take_rows
-from rlhf_jax.cache.contiguous import attend_prompt
+from rlhf_jax.cache.cache import KVCache, Window, is_cache, take_rows, window_layout
 from rlhf_jax.cache.state import CACHE_KINDS, DecodeState, DraftState, rows_in
 from rlhf_jax.mesh import ONE_DEVICE, Layout, pin_rows
 from rlhf_jax.models.attention import causal_on
@@ -130,9 +129,13 @@ def prefill(
     """
     chex.assert_rank([tokens, length], [2, 1])
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    causal = causal_on(layout)
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, memory: None) -> tuple:
+        """Attend causally, and keep keys and values in the layout of a window."""
+        return causal(query, key, value, memory)[0], window_layout(key, value)
 
     def cache(model: Model) -> KVCache:
-        attend = functools.partial(attend_prompt, attend=causal_on(layout))
         _, kept = forward(model, tokens, positions, attend)
         return CACHE_KINDS[layout.cache].prefill(Window(kept))
 
@@ -159,17 +162,6 @@ def admit(
         **given,
     )
     return pin_rows(rows_in(state, admission.row, new), layout)
-
-
-def write_history(
-    state: DecodeState, rows: Array, history: Array, layout: Layout = ONE_DEVICE
-) -> DecodeState:
-    """Replace the history [R, E] int32 of rows [R] int32; rows past the end are dropped.
-
-    `state` is donated.
-    """
-    history = overwrite(state.history, rows, history, layout=layout)
-    return dataclasses.replace(state, history=history)
 
 
 @functools.partial(jax.jit, static_argnames=("layout",), donate_argnames=("leaf",))

@@ -16,7 +16,7 @@ from pallas_kernels.shapes import LANES
 from rlhf_jax import mesh as meshes
 from rlhf_jax.cache.state import DecodeState
 from rlhf_jax.generation import rows as row_verbs
-from rlhf_jax.generation.known_texts import keep_latest, known_texts
+from rlhf_jax.generation.history import keep_latest, known_texts
 from rlhf_jax.generation.requests import GenerationConfig, Sample, is_ready
 from rlhf_jax.generation.rows import Admission, Prefix
 from rlhf_jax.generation.speculative import tree as trees
@@ -164,14 +164,6 @@ def row_bucket(live: int, most: int, decoding: GenerationConfig, layout: Layout)
     while size // 2 >= max(live, decoding.min_rows) and size % (2 * shards) == 0:
         size //= 2
     return size
-
-
-def row_sizes(rows: int, decoding: GenerationConfig, layout: Layout) -> list[int]:
-    """Return the row counts to which a slice of this size shrinks, halved each time."""
-    sizes = [rows]
-    while (fewer := row_bucket(sizes[-1] // 2, sizes[-1], decoding, layout)) < sizes[-1]:
-        sizes.append(fewer)
-    return sizes
 
 
 def begin_slices(
@@ -362,7 +354,9 @@ def release_finished(
             for i, (place, sibling) in enumerate(siblings[start : start + ADMITTED]):
                 row[i] = place
                 history[i] = known_texts(sibling, batch.ended_texts, decoding.history)
-            batch.state = row_verbs.write_history(batch.state, row, history, layout=batch.layout)
+            held = batch.state.history
+            history = row_verbs.overwrite(held, row, history, layout=batch.layout)
+            batch.state = dataclasses.replace(batch.state, history=history)
 
 
 def siblings(batch: SliceBatch, decoding: GenerationConfig) -> np.ndarray:

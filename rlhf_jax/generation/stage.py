@@ -90,11 +90,28 @@ class StageRecord:
         """Add a round: the samples that moved to its slice before it, then the round itself."""
         self.counts.add(report)
         if report.moves:
-            moved = (report.began, report.began, report.moves, "", report.moved_bytes)
-            self.spans.append(Span(report.slice, "exchange", *moved))
-        name = trees.name_of(report.strategy)
-        round_ = (report.began, report.ended, report.live, name, report.tokens)
-        self.spans.append(Span(report.slice, "generate", *round_))
+            self.spans.append(
+                Span(
+                    report.slice,
+                    "exchange",
+                    began=report.began,
+                    ended=report.began,
+                    rows=report.moves,
+                    label="",
+                    amount=report.moved_bytes,
+                )
+            )
+        self.spans.append(
+            Span(
+                report.slice,
+                "generate",
+                began=report.began,
+                ended=report.ended,
+                rows=report.live,
+                label=trees.name_of(report.strategy),
+                amount=report.tokens,
+            )
+        )
 
 
 @messages.register

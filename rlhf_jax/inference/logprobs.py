@@ -1,7 +1,11 @@
-"""Log-probabilities of finished samples as they were sampled, in fixed shapes and order."""
+"""Log-probabilities of finished samples as they were sampled, and a critic's values.
+
+Shapes and order are fixed.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -205,3 +209,15 @@ def mismatch(sampled_logprobs: Array, logprobs: Array, mask: Array) -> dict[str,
         "mismatch/mean": float(np.mean(np.abs(difference))),
         "mismatch/max": float(np.max(np.abs(difference))),
     }
+
+
+def head_values(critic: Model, hidden: jax.Array, mask: Array) -> jax.Array:
+    """Compute V, the expected reward to come before each predicted token: [S, W] float32.
+
+    hidden [S, W, M] are the states before the tokens, which the scalar head [M, 1] reads in
+    float32; 0 where `mask` [S, W] bool is false.
+    """
+    chex.assert_equal(critic.config.scalar_head, True)
+    head = cast(dataclasses.replace(critic, layers=()), jnp.float32)
+    values = logits(head, hidden.astype(jnp.float32))[..., 0]
+    return jnp.where(mask, values, 0.0)

@@ -13,8 +13,7 @@ import numpy as np
 
 from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
-from rlhf_jax.inference.logprobs import CHUNK, head_logprobs, tempered_states
-from rlhf_jax.inference.values import head_values
+from rlhf_jax.inference.logprobs import CHUNK, head_logprobs, head_values, tempered_states
 from rlhf_jax.mesh import ONE_DEVICE, Layout, place_rows
 from rlhf_jax.models.attention import packed_block
 from rlhf_jax.models.packed import read_packed
@@ -146,8 +145,8 @@ def score_sequences(
     see `pack`. Order and shapes depend on the tokens alone, so the same tokens get the same scores,
     however they were generated.
     """
-    how = (temperature, Extent(rows), layout)
-    (scores,) = dispatch_scores({"policy": model}, batch.on_host(), *how).fetch().values()
+    pending = dispatch_scores({"policy": model}, batch.on_host(), temperature, Extent(rows), layout)
+    (scores,) = pending.fetch().values()
     return scores
 
 
@@ -199,9 +198,10 @@ def _dispatch(
         elif not is_in_place(model, layout, layout.dtype):
             model = execute(_cast, model, layout.dtype)
         brought.setdefault(layout, {})[role] = model
-    how = (settings.temperature, settings.extent)
     pending = [
-        dispatch_scores(own, batch, *how, layout, execute, progress)
+        dispatch_scores(
+            own, batch, settings.temperature, settings.extent, layout, execute, progress
+        )
         for layout, own in brought.items()
     ]
     return PendingScores(

@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import AbstractMesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from rlhf_jax.mesh import ONE_DEVICE, ROW_AXES, Layout
+from rlhf_jax.mesh import ONE_DEVICE, ROW_AXES, Layout, on_each
 from rlhf_jax.models.packed_attention import attend_packed
 from rlhf_jax.runtime.jax_internals import cudnn_version
 
@@ -88,10 +88,7 @@ def _on_parts(
     split = heads[1].shape[2] % layout.extent("tensor") == 0
     of_heads = PartitionSpec(ROW_AXES, None, "tensor" if split else None, None)
     specs = (of_heads,) * len(heads) + (PartitionSpec(ROW_AXES),) * len(lines)
-    local = jax.shard_map(
-        attend, mesh=layout.mesh, in_specs=specs, out_specs=of_heads, check_vma=False
-    )
-    return local(*heads, *lines)
+    return on_each(attend, layout, specs, of_heads)(*heads, *lines)
 
 
 def blockwise(query: Array, key: Array, value: Array) -> Array:

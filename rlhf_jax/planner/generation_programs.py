@@ -21,7 +21,7 @@ from rlhf_jax.generation.speculative.drafters.model import CATCH_UP_TOKENS, MODE
 from rlhf_jax.generation.speculative.protocol import DRAFTERS, DraftContext
 from rlhf_jax.generation.speculative.round import run_round
 from rlhf_jax.generation.speculative.sampling import Truncation
-from rlhf_jax.generation.strategy import prior
+from rlhf_jax.generation.strategy.roofline import ModelWork
 from rlhf_jax.memory import estimate
 from rlhf_jax.memory.sizes import PlannedRun, row_share
 from rlhf_jax.mesh import FLOAT32
@@ -161,7 +161,7 @@ def drafts(calls: PlacedCalls) -> Iterator[CallProgram]:
     own = row_share(rows, run.layout)
     logits = 4 * own * fed * run.outputs(drafter)
     sent = (2 * drafter.num_layers + 1) * summed_bytes(run, drafter, own)
-    work = prior.work(drafter, itemsize=1)
+    work = ModelWork.of(drafter, itemsize=1)
     head = 2 * drafter.width * drafter.vocab_size
     of_token = work.token_flops + work.context_flops * state.tokens.shape[1]
     program = functools.partial(
@@ -243,7 +243,7 @@ def round_work(calls: PlacedCalls, nodes: int) -> tuple[float, float]:
     """Return the FLOPs of a round of all rows, and the bytes that a device receives."""
     run = calls.run("generation")
     policy = calls.models.policy
-    work = prior.work(policy, itemsize=1)
+    work = ModelWork.of(policy, itemsize=1)
     rows = calls.config.generation.max_rows
     context = estimate.decode_state(run).tokens.shape[1] + nodes
     flops = rows * nodes * (work.token_flops + work.context_flops * context)

@@ -12,7 +12,7 @@ from rlhf_jax.config.schema import Config
 from rlhf_jax.generation.assignment import MOVE_SECONDS
 from rlhf_jax.generation.reallocation import forecasts
 from rlhf_jax.generation.reallocation.forecasts import LengthForecasts
-from rlhf_jax.generation.strategy import prior
+from rlhf_jax.generation.strategy.roofline import ModelWork
 from rlhf_jax.planner import placing
 from rlhf_jax.planner.chips import ring_bandwidth
 from rlhf_jax.planner.planned import Planned
@@ -78,7 +78,7 @@ def machine_of(placed: PlacedRun) -> SimulatedSlice:
     hardware = placed.hardware
     stride = hardware.count // slices
     links = ring_bandwidth(placed.chip, hardware.count, hardware.nodes, slices, stride)
-    work = prior.work(placed.run.models.policy, layout.dtype.itemsize)
+    work = ModelWork.of(placed.run.models.policy, layout.dtype.itemsize)
     return SimulatedSlice(
         rates, work.context_bytes, placed.chip.efficiency.links * links, MOVE_SECONDS
     )

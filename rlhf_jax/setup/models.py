@@ -6,12 +6,13 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
 import optax
 
 from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
 from rlhf_jax.generation.decoding import decoding_weights
-from rlhf_jax.inference.values import critic_of
 from rlhf_jax.mesh import FLOAT32, Layout
 from rlhf_jax.models.files.source import Source
 from rlhf_jax.models.shardings import model_shardings
@@ -96,7 +97,7 @@ def initial_models(
     for role in derived.trained_critics(spec.config):
         training_layout = layouts[f"{role}_training"]
         models[role] = trained(
-            master(spec.critic, training_layout), optimizers[role], training_layout, part=_critic
+            master(spec.critic, training_layout), optimizers[role], training_layout, part=critic_of
         )
     if spec.student is not None:
         layout = layouts["policy_training"]
@@ -111,9 +112,17 @@ def source_shapes(source: Source, layout: Layout) -> Model:
     return abstract_weights(source.config, layout.dtype)
 
 
-def _critic(model: Model) -> Model:
-    """Return a reward model unchanged, and a language model's trunk with a new scalar head."""
-    return model if model.config.scalar_head else critic_of(model)
+def critic_of(model: Model) -> Model:
+    """Return a reward model unchanged, and a critic on a copy of a language model's layers.
+
+    The zero head of the latter gives every value 0.
+    """
+    if model.config.scalar_head:
+        return model
+    config = dataclasses.replace(model.config, scalar_head=True, tied=False)
+    head = jnp.zeros((config.width, 1), model.norm.dtype)
+    trunk = jax.tree.map(jnp.copy, dataclasses.replace(model, head=None))
+    return dataclasses.replace(trunk, head=head, config=config)
 
 
 def frozen_models(spec: RunSpec) -> dict[str, Model]:

@@ -18,7 +18,7 @@ from rlhf_jax.config.schema import Config
 from rlhf_jax.data.batches import Batches, PromptStream
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.generation import drafting
-from rlhf_jax.generation.ahead import restore_samples
+from rlhf_jax.generation.ahead import SamplesAhead
 from rlhf_jax.generation.capability import DynamicSampling
 from rlhf_jax.generation.history import History
 from rlhf_jax.generation.precompile import BackgroundCompiler
@@ -26,8 +26,8 @@ from rlhf_jax.generation.reallocation import planner
 from rlhf_jax.generation.requests import GenerationConfig
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.stage import GenerationSettings
-from rlhf_jax.generation.strategy import prior
-from rlhf_jax.generation.strategy.roofline import RATES
+from rlhf_jax.generation.strategy import cost
+from rlhf_jax.generation.strategy.roofline import RATES, ModelWork
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.inference.scoring import ScoringSettings
 from rlhf_jax.losses.kl import adapt_kl
@@ -218,7 +218,7 @@ def _generation_settings(spec: RunSpec, programs: Programs) -> GenerationSetting
             for model in spec.models.scorers([call])
             if not derived.compares_pairs(call, model)  # which waits for all responses
         ]
-        flops = sum(prior.work(model, layout.dtype.itemsize).token_flops for model in models)
+        flops = sum(ModelWork.of(model, layout.dtype.itemsize).token_flops for model in models)
         devices = layout.extent(AXES) / layout.slices
         scoring_seconds = flops / (RATES[layout.platform][1] * devices)
     by_clock = config.deterministic and distributed.started()
@@ -348,7 +348,7 @@ def restored_host_state(spec: RunSpec, step: int, document: dict[str, Any]) -> H
     prompts = len(kept["rows"])
     if (prompts, len(kept["ids"]) // prompts) != sizes:
         return host
-    ahead = restore_samples(kept, spec.prompts, generation.max_new_tokens)
+    ahead = SamplesAhead.restore(kept, spec.prompts, generation.max_new_tokens)
     return dataclasses.replace(host, generation=dataclasses.replace(remembered(host), ahead=ahead))
 
 
@@ -358,7 +358,7 @@ def _selector(spec: RunSpec) -> Selector | None:
     if not derived.adaptive(config):
         return None
     decoding = _decoding(spec)
-    costs = prior.costs(
+    costs = cost.prior_of_models(
         spec.models,
         spec.layouts["generation"].platform,
         spec.layouts["generation"].dtype.itemsize,

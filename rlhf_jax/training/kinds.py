@@ -15,8 +15,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.inference.logprobs import head_logprobs, tempered_states
-from rlhf_jax.inference.values import head_values
+from rlhf_jax.inference.logprobs import head_logprobs, head_values, tempered_states
 from rlhf_jax.sequences.batch import PackedSequences
 from rlhf_jax.sequences.columns import declaration
 from rlhf_jax.training.settings import TrainingSettings

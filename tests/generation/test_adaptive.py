@@ -25,8 +25,7 @@ from rlhf_jax.generation.speculative.drafters.search import Found, SearchDrafter
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.strategy import candidates, cost, roofline
 from rlhf_jax.generation.strategy.acceptance import RANKS
-from rlhf_jax.generation.strategy.choice import Choice
-from rlhf_jax.generation.strategy.predict import Situation
+from rlhf_jax.generation.strategy.predict import Choice, Situation
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.mesh import ONE_DEVICE, Layout, make_mesh
 from rlhf_jax.models.shardings import model_shardings

@@ -16,8 +16,7 @@ from rlhf_jax.generation.requests import GenerationConfig, Request
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.strategy import candidates, cost, roofline
-from rlhf_jax.generation.strategy.choice import Choice
-from rlhf_jax.generation.strategy.predict import Situation
+from rlhf_jax.generation.strategy.predict import Choice, Situation
 from rlhf_jax.generation.strategy.select import Selector
 
 launch = runpy.run_path(str(ROOT / "launch" / "train.py"), run_name="launch")

@@ -25,12 +25,12 @@ from tiny_run import lines
 
 from rlhf_jax import iteration
 from rlhf_jax.data import rendering
-from rlhf_jax.inference.values import critic_of
 from rlhf_jax.models import weight_table
 from rlhf_jax.models.files import huggingface
 from rlhf_jax.models.files.source import open_source
 from rlhf_jax.runtime.checkpoint import store
 from rlhf_jax.runtime.checkpoint.folder import steps
+from rlhf_jax.setup.models import critic_of
 
 PROGRAMS = {
     name: runpy.run_path(str(ROOT / "launch" / f"{name}.py"), run_name="launch")["main"]

@@ -13,11 +13,11 @@ import pytest
 from learning import Optimizers, new_models, update
 
 from rlhf_jax.inference.scoring import score_sequences
-from rlhf_jax.inference.values import critic_of
 from rlhf_jax.losses.advantages import ESTIMATORS, EstimatorConfig
 from rlhf_jax.losses.kl import token_rewards
 from rlhf_jax.models.transformer import forward, init, logits
 from rlhf_jax.sequences.batch import Sequences
+from rlhf_jax.setup.models import critic_of
 from rlhf_jax.training.optimizer import make_optimizer
 from rlhf_jax.training.prepare import truncated_importance_sampling
 from rlhf_jax.training.settings import TrainingSettings

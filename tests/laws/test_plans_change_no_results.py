@@ -12,11 +12,11 @@ import resuming
 import tiny_run
 from placed_runs import QUARTERS, RESUMED, TRAINED, Runner, launch, write_plan
 
-from rlhf_jax.inference.values import critic_of
 from rlhf_jax.models.files import huggingface
 from rlhf_jax.models.files.source import open_source
 from rlhf_jax.models.weight_table import weight_keys
 from rlhf_jax.placement.presets import PRESETS
+from rlhf_jax.setup.models import critic_of
 
 
 @pytest.fixture

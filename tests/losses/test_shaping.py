@@ -15,12 +15,12 @@ from learning import sequences_of
 from rlhf_jax.algorithms.grpo import advantage_config
 from rlhf_jax.config import default
 from rlhf_jax.inference.scoring import score_sequences
-from rlhf_jax.inference.values import critic_of
 from rlhf_jax.losses import kl as divergence
 from rlhf_jax.losses.advantages import EstimatorConfig, whiten
 from rlhf_jax.models.transformer import forward, init
 from rlhf_jax.rewards.samples import penalise_and_clip
 from rlhf_jax.sequences.batch import Sequences
+from rlhf_jax.setup.models import critic_of
 from rlhf_jax.training.experience import AdvantageConfig
 
 LAW = np.array([0.5, 0.3, 0.2])

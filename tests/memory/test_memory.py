@@ -33,7 +33,6 @@ from rlhf_jax.config import default
 from rlhf_jax.generation import rows, scheduler
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.inference.scoring import score_packed
-from rlhf_jax.inference.values import critic_of
 from rlhf_jax.memory import estimate, host
 from rlhf_jax.memory import parts as memory_parts
 from rlhf_jax.mesh import Layout
@@ -42,6 +41,7 @@ from rlhf_jax.models.shardings import model_shardings
 from rlhf_jax.planner.shapes import model_shapes
 from rlhf_jax.runtime.host_memory import host_memory
 from rlhf_jax.setup import sample_checks, validation
+from rlhf_jax.setup.models import critic_of
 from rlhf_jax.training.distill import DISTILLATION, student_config, student_of
 from rlhf_jax.training.gradients import accumulate
 from rlhf_jax.training.settings import TrainingSettings

@@ -24,7 +24,7 @@ from rlhf_jax import iteration
 from rlhf_jax.config import default, schema
 from rlhf_jax.config.command_line import read
 from rlhf_jax.data.prompts import Prompts
-from rlhf_jax.generation.ahead import SamplesAhead, restore_samples
+from rlhf_jax.generation.ahead import SamplesAhead
 from rlhf_jax.generation.requests import Request, Sample, as_sequences
 from rlhf_jax.memory import estimate
 from rlhf_jax.placement.presets import plan_of
@@ -123,7 +123,7 @@ def test_samples_ahead_are_in_the_checkpoint_as_they_are(top_k):
         for sample_id, length in zip(request.sample_ids, lengths, strict=True)
     ]
     ahead = SamplesAhead(samples, rows, drawn_at=4, metrics={"generation/tokens": 17.0})
-    found = restore_samples(ahead.document(), prompts, max_new_tokens=9)
+    found = SamplesAhead.restore(ahead.document(), prompts, max_new_tokens=9)
     assert (found.drawn_at, found.metrics) == (4, {"generation/tokens": 17.0})
     pair = (as_sequences(found.samples, 16), as_sequences(samples, 16))
     jax.tree.map(np.testing.assert_array_equal, *pair)

@@ -16,12 +16,12 @@ from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.round import run_round
 from rlhf_jax.generation.speculative.sampling import UNTRUNCATED
 from rlhf_jax.inference.scoring import score_packed
-from rlhf_jax.inference.values import critic_of
 from rlhf_jax.memory import estimate
 from rlhf_jax.mesh import Layout
 from rlhf_jax.models.shardings import model_shardings
 from rlhf_jax.planner.shapes import model_shapes, packed_zeros, placed, row_shapes
 from rlhf_jax.sequences.batch import PackedSequences
+from rlhf_jax.setup.models import critic_of
 from rlhf_jax.training.gradients import Gradient, accumulate
 from rlhf_jax.training.kinds import Loss
 from rlhf_jax.training.settings import TrainingSettings

@@ -10,9 +10,9 @@ import numpy as np
 from learning import sequences_of
 
 from rlhf_jax.inference.scoring import score_sequences
-from rlhf_jax.inference.values import critic_of
 from rlhf_jax.models.transformer import init
 from rlhf_jax.sequences.batch import Sequences
+from rlhf_jax.setup.models import critic_of
 from rlhf_jax.training.settings import TrainingSettings
 
 # One size holds eight rows of 30 tokens, so that tests share their programs.

@@ -31,12 +31,11 @@ from rlhf_jax.generation.requests import (
 )
 from rlhf_jax.generation.slice_groups import SliceGroup, StageAborted, failed, slice_group_of
 from rlhf_jax.generation.speculative import tree as trees
+from rlhf_jax.generation.speculative.budget import expected_gains
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.speculative.tree import PLAIN
 from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS
-from rlhf_jax.generation.strategy.choice import Choice
-from rlhf_jax.generation.strategy.expected_gain import expected_gains
-from rlhf_jax.generation.strategy.predict import Situation
+from rlhf_jax.generation.strategy.predict import Choice, Situation
 from rlhf_jax.mesh import Layout
 from rlhf_jax.models.shardings import model_shardings
 from rlhf_jax.models.transformer import init, unstack

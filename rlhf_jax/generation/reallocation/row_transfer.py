@@ -50,6 +50,11 @@ class RowPacket:
     pieces: tuple[jax.Array, ...]
     slots: int = struct.field(pytree_node=False)  # token slots of each row
 
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes to transfer."""
+        return sum(piece.nbytes for piece in self.pieces)
+
 
 def width(tokens: int, slots: int) -> int:
     """Return the token slots of a packet for a longest row of this many tokens.
@@ -57,11 +62,6 @@ def width(tokens: int, slots: int) -> int:
     slots: those of a row of the state, which the packet does not exceed.
     """
     return min(max(_FEWEST_SLOTS, 1 << (tokens - 1).bit_length()), slots)
-
-
-def bytes_of(packet: RowPacket) -> int:
-    """Return the bytes to transfer."""
-    return sum(piece.nbytes for piece in packet.pieces)
 
 
 @functools.partial(jax.jit, static_argnames=("slots", "layout"))

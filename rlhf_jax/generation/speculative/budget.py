@@ -1,9 +1,10 @@
-"""Allocate a budget of drafts to the likeliest ones, and verify only those, packed.
+"""Allocate a budget of drafts to the likeliest ones, verify only those, and predict their tokens.
 
 Rows draft as far as useful; K nodes per row are verified on average. All but attention runs on K
 tokens per row, of whichever rows; attention runs on the whole grid of rows and nodes. A shared
 budget of drafts for all rows is from AdaServe (Li et al. 2025). Rows on one device share a budget,
-so that no data cross devices.
+so that no data cross devices. `Ranking` and what follows it are the host's expectations of
+such packed rounds.
 """
 
 from __future__ import annotations
@@ -15,10 +16,20 @@ from typing import NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rlhf_jax.cache.state import DecodeState
+from rlhf_jax.generation.speculative import tree as trees
+from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, NOTHING
 from rlhf_jax.mesh import Layout, pin_rows
 from rlhf_jax.types import Array
+
+_LONGEST = trees.NODE_BUCKETS[-1] - 1  # Draft tokens of a chain.
+
+# The gains without measurements [CLASSES, longest chain]: those of surer classes come first.
+UNMEASURED = (np.arange(CLASSES, dtype=np.float32)[:, None] / CLASSES) ** np.arange(
+    1, _LONGEST + 1, dtype=np.float32
+)
 
 
 class BudgetShare(NamedTuple):
@@ -109,3 +120,57 @@ def pack(verified: Array, nodes: int, layout: Layout) -> Packing:
     source = jax.vmap(lambda own: jnp.nonzero(own, size=size, fill_value=0)[0])(flat)
     place = jnp.maximum(jnp.cumsum(flat, axis=1, dtype=jnp.int32) - 1, 0)
     return Packing(source.astype(jnp.int32), place, len(verified))
+
+
+class Ranking(NamedTuple):
+    """Hold the n possible drafts of one row of each class, the likeliest first."""
+
+    kind: np.ndarray  # [n] class
+    # [n, 2 * CLASSES] expected accepted drafts, and drafts, of a row of each class
+    gains: np.ndarray
+
+
+def expected_gains(rates: np.ndarray) -> np.ndarray:
+    """Return [CLASSES, longest chain] float32 chances that a draft of each depth is accepted.
+
+    rates [CLASSES, DEPTHS] of rank 0; depths beyond the last use its rate.
+    """
+    depths = np.minimum(np.arange(_LONGEST), DEPTHS - 1)
+    gains = np.cumprod(rates[:, depths], axis=1).astype(np.float32)
+    gains[NOTHING] = 0.0
+    return gains
+
+
+def rank_drafts(expected_gain: np.ndarray) -> Ranking:
+    """Rank drafts in the order in which the budget of a packed round takes them.
+
+    expected_gain [CLASSES, length]: some columns of `expected_gains`.
+    """
+    likely = np.count_nonzero(expected_gain)
+    order = np.argsort(-expected_gain, axis=None, kind="stable")[:likely]
+    kind = order // expected_gain.shape[1]
+    own = kind[:, None] == np.arange(CLASSES)
+    gains = np.concatenate([own * expected_gain.ravel()[order, None], own], axis=1)
+    return Ranking(kind, gains.astype(float))
+
+
+def packed_tokens(
+    ranking: Ranking, counts: np.ndarray, slots: int, nodes: np.ndarray, factor: float
+) -> np.ndarray:
+    """Return [CLASSES, S] expected tokens of a row by packed rounds of S budgets.
+
+    counts [D, CLASSES]: live rows of each class on D devices; a class without rows gets the gain of
+    its first row. slots: rows of the program; nodes [S]: average verified nodes per row; factor:
+    accepted drafts over those that the ranking expects.
+    """
+    budgets = nodes[:, None] * (slots / len(counts)) - counts.sum(axis=1)  # [S, D] drafts
+    wanted = counts[:, ranking.kind]
+    left = budgets[..., None] - wanted.cumsum(axis=1)
+    share = np.minimum(np.maximum(left / np.maximum(wanted, 1) + 1, 0), 1)
+    gains = share @ ranking.gains  # [S, D, 2 * CLASSES]
+    if len(counts) == 1:
+        gains = gains[:, 0]
+    else:
+        weights = np.tile(counts + 1e-9, 2)
+        gains = (gains * weights).sum(axis=1) / weights.sum(axis=0)
+    return 1 + np.minimum(factor * gains[:, :CLASSES], gains[:, CLASSES:]).T

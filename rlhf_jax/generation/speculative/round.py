@@ -17,7 +17,7 @@ from rlhf_jax.cache.state import DecodeState
 from rlhf_jax.generation.requests import GenerationConfig
 from rlhf_jax.generation.speculative import rejection
 from rlhf_jax.generation.speculative import tree as trees
-from rlhf_jax.generation.speculative.budget import Packing, allocate_budget, pack
+from rlhf_jax.generation.speculative.budget import UNMEASURED, Packing, allocate_budget, pack
 from rlhf_jax.generation.speculative.drafters.hindsight import look_back
 from rlhf_jax.generation.speculative.drafters.search import SearchDrafter
 from rlhf_jax.generation.speculative.protocol import DraftContext, Execute, drafter_of, drafters_of
@@ -31,7 +31,6 @@ from rlhf_jax.generation.speculative.sampling import (
     draw,
     draw_inside,
 )
-from rlhf_jax.generation.strategy.expected_gain import UNMEASURED
 from rlhf_jax.mesh import ONE_DEVICE, Layout, pin_rows
 from rlhf_jax.models import kernels as laid
 from rlhf_jax.models.transformer import forward, logits
@@ -75,9 +74,15 @@ def speculative_round(
     drafts = proposal.drafts
     share = None
     if strategy.packed:
-        gain = UNMEASURED if expected_gain is None else expected_gain
-        budget = (proposal.confidence, gain, strategy.packed)
-        drafts, share = execute(allocate_budget, state, drafts, *budget, layout=layout)
+        drafts, share = execute(
+            allocate_budget,
+            state,
+            drafts,
+            proposal.confidence,
+            UNMEASURED if expected_gain is None else expected_gain,
+            strategy.packed,
+            layout=layout,
+        )
 
     state, emission = execute(
         run_round,

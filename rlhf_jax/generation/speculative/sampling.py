@@ -27,7 +27,7 @@ from jax import lax
 
 from pallas_kernels.shapes import BLOCK
 from pallas_kernels.verify_head.reference import Parts, blocks, inside, parts_of, tempered
-from rlhf_jax.mesh import ONE_DEVICE, ROW_AXES, Layout
+from rlhf_jax.mesh import ONE_DEVICE, ROW_AXES, Layout, on_each
 from rlhf_jax.types import Array
 
 # The rotations, in bits, of threefry's rounds: four rounds of the one, then four of the other.
@@ -307,23 +307,14 @@ def rank(
     scores = jnp.where(greedy | (raw == -jnp.inf), raw, truncated)
     tokens = chosen[..., None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
     scores, tokens = (x.reshape(*x.shape[:-2], -1) for x in (scores, tokens))
-    scores, places = _best_of_rows(scores, min(count, scores.shape[-1]), layout)
+    top_k = functools.partial(lax.top_k, k=min(count, scores.shape[-1]))
+    if layout.mesh is not None and layout.mesh.size > 1:
+        # By itself XLA would gather all rows on each device.
+        rows = layout.fit((ROW_AXES,), scores.shape[:1])
+        top_k = on_each(top_k, layout, rows, rows)
+    scores, places = top_k(scores)
     ranked = jnp.take_along_axis(tokens, places, -1)
     return _fill(jnp.where(scores > -jnp.inf, ranked, -1), count)
-
-
-def _best_of_rows(scores: jax.Array, count: int, layout: Layout) -> tuple[jax.Array, jax.Array]:
-    """Return the best scores [B, ..., count] and their places; each device handles its own rows.
-
-    By itself XLA would gather all rows for it.
-    """
-    best = functools.partial(lax.top_k, k=count)
-    if layout.mesh is None or layout.mesh.size == 1:
-        return best(scores)
-    rows = layout.fit((ROW_AXES,), scores.shape[:1])
-    return jax.shard_map(best, mesh=layout.mesh, in_specs=rows, out_specs=rows, check_vma=False)(
-        scores
-    )
 
 
 def _assert_ranks(logits: jax.Array, key: Array, position: Array) -> None:

@@ -10,12 +10,14 @@ import collections
 import dataclasses
 import math
 import statistics
+from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from rlhf_jax.generation.strategy.roofline import RATES, Call, Calls, Machine, ModelWork, Roofline
 from rlhf_jax.generation.strategy.settings import COST_SETTINGS
+from rlhf_jax.types import ModelConfigs
 
 
 @dataclasses.dataclass
@@ -78,6 +80,34 @@ def prior(platform: str, target: ModelWork, drafter: ModelWork | None = None) ->
     draft = drafter and Roofline.of_work(drafter, platform)
     machine = Machine(line, draft, look=line.call)
     return Costs(machine, machine)
+
+
+def prior_of_models(
+    models: ModelConfigs,
+    platform: str,
+    itemsize: int,
+    does: Mapping[str, float],
+    rows: int,
+    slots: int,
+) -> Costs:
+    """Return the costs before any measurement, from the shapes of the models alone.
+
+    itemsize: bytes of a number of the weights and the cache. does: the compiler's cost analysis of
+    a plain round of the policy over `rows` and `slots`, or nothing. It reads and multiplies more
+    than the necessary weights and cache; the calls of a draft model are assumed to do more by the
+    same factors.
+    """
+    policy = ModelWork.of(models.policy, itemsize)
+    read = policy.weight_bytes + rows * slots * policy.context_bytes
+    multiplied = rows * (policy.token_flops + slots * policy.context_flops)
+    more_bytes = max(does.get("bytes accessed", 0.0) / read, 1.0)
+    more_flops = max(does.get("flops", 0.0) / multiplied, 1.0)
+    drafter = models.drafter and ModelWork.of(models.drafter, itemsize)
+    return prior(
+        platform,
+        policy.times(more_bytes, more_flops),
+        drafter and drafter.times(more_bytes, more_flops),
+    )
 
 
 def seconds(costs: Costs, calls: Calls, rows: int, context: float, lag: int) -> np.ndarray:

@@ -1,7 +1,12 @@
-"""Predict the tokens and seconds of a round by each candidate strategy.
+"""Predict the tokens and seconds of a round by each candidate strategy, and compare them.
 
 All is numpy on a few hundred numbers: pure functions of the acceptance of the drafters, the costs,
 and the situation.
+
+The remaining time of a batch is predicted, too, once no waiting sample joins it. Its rows gain at
+different paces and end at different times, so that most tokens per second now is not the earliest
+end: rows with good drafts end first, and the others are left over in a small batch, which uses the
+machine badly.
 """
 
 from __future__ import annotations
@@ -9,21 +14,29 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
+from rlhf_jax.generation.speculative import budget
 from rlhf_jax.generation.speculative import tree as trees
+from rlhf_jax.generation.speculative.budget import Ranking
 from rlhf_jax.generation.speculative.protocol import DRAFTERS
-from rlhf_jax.generation.strategy import acceptance, candidates, cost, drain, expected_gain
+from rlhf_jax.generation.strategy import acceptance, candidates, cost
 from rlhf_jax.generation.strategy.acceptance import BANDS, CLASSES, NOTHING, Acceptance
 from rlhf_jax.generation.strategy.candidates import Candidates
 from rlhf_jax.generation.strategy.cost import Costs
-from rlhf_jax.generation.strategy.expected_gain import Ranking
 from rlhf_jax.generation.strategy.roofline import FREE_LAG
 from rlhf_jax.generation.strategy.settings import SELECTOR_SETTINGS
 from rlhf_jax.types import Strategy
 
 _FEWER = 0.95  # Factor on the rates at which drafts are counted again for their slope.
+# The cells, of 2 * CLASSES, of rows of a seen prompt whose text has left their earlier one, and
+# whose text follows it.
+DIVERGED = 1 - CLASSES
+FOLLOWING = -1
+# Of the rows that will diverge, the parts that have done so by the middle of each third.
+_DIVERGED_PARTS = (1 / 6, 3 / 6, 5 / 6)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +89,42 @@ class Predictions:
     doubt: np.ndarray  # share by which a round may take more or less; 0 if such rounds were timed
 
 
+class RowGroups(NamedTuple):
+    """Hold C groups of rows, each of which gains at one pace until it ends."""
+
+    # [C, S] tokens of a row's round by each strategy, the first being plain decoding
+    pace: np.ndarray
+    counts: np.ndarray  # [C] rows
+    left: np.ndarray  # [C] remaining tokens of a row
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Hold a strategy for the next round, its expected figures, and those of plain decoding."""
+
+    strategy: Strategy
+    tokens: float  # expected of the round, all rows together
+    seconds: float
+    not_yet_compiled: Strategy | None  # a better strategy, whose programs are not compiled yet
+    reason: str  # "best", "kept" (nothing is clearly better) or "probe"
+    plain_rate: float  # tokens per second of plain decoding
+    best_rate: float  # of the best strategy that is ready
+    # Of a packed round's drafts, by class and depth (`budget.allocate_budget`).
+    expected_gain: np.ndarray | None = dataclasses.field(default=None, compare=False)
+
+    @property
+    def why(self) -> str:
+        """Describe the choice in one sentence."""
+        name = trees.name_of(self.strategy)
+        rate = self.tokens / self.seconds
+        others = f"plain {self.plain_rate:,.1f}, best {self.best_rate:,.1f}"
+        predicted = f"{rate:,.1f} tokens/s predicted, {others}"
+        better = ""
+        if self.not_yet_compiled:
+            better = f"; {trees.name_of(self.not_yet_compiled)} would be better, once compiled"
+        return f"{name} ({self.reason}): {predicted}{better}"
+
+
 def expect(choices: Candidates, known: Mapping[str, Acceptance]) -> Expectations:
     """Compute the consequences of the drafters' acceptance for all candidates."""
     calibrations = {name: acceptance.calibration(one) for name, one in known.items()}
@@ -94,20 +143,18 @@ def expect(choices: Candidates, known: Mapping[str, Acceptance]) -> Expectations
         tokens[:, paths.columns] += drafts.reshape(2 * CLASSES, -1)
 
     gains = {
-        drafter: expected_gain.expected_gains(known[drafter].rates[1, ..., 0])
+        drafter: budget.expected_gains(known[drafter].rates[1, ..., 0])
         for drafter in choices.packed
     }
     rankings = {
-        drafter: expected_gain.rank(gains[drafter][:, : choices.depth[columns[0]]])
+        drafter: budget.rank_drafts(gains[drafter][:, : choices.depth[columns[0]]])
         for drafter, columns in choices.packed.items()
     }
     return Expectations(
         tokens=np.minimum(tokens, 1 + choices.depth),
         of_bands=of_bands,
         calibrations=calibrations,
-        stay={
-            name: acceptance.likeliest_rate(one, 1, drain.FOLLOWING) for name, one in known.items()
-        },
+        stay={name: acceptance.likeliest_rate(one, 1, FOLLOWING) for name, one in known.items()},
         expected_gains=gains,
         rankings=rankings,
     )
@@ -141,7 +188,7 @@ def predict(
 
     valued = tokens.copy()
     for drafter in situation.left:
-        groups = drain.group_rows(
+        groups = group_rows(
             row_tokens[:, choices.paths[drafter].columns_and_plain],
             situation.classes[drafter].ravel(),
             situation.left[drafter].ravel(),
@@ -150,7 +197,7 @@ def predict(
         if len(groups.counts) > 1:
             own = choices.paths[drafter].columns
             took = steady[choices.paths[drafter].columns_and_plain]
-            ends = drain.seconds_left(groups, took, _plain_seconds(choices, costs, situation))
+            ends = seconds_left(groups, took, _plain_seconds(choices, costs, situation))
             valued[own] = took[1:] / ends[1:] * (situation.live * ends[0] / took[0])
     return Predictions(
         fits, tokens, valued * (tokens > 0), seconds=seconds, steady=steady, doubt=doubt
@@ -173,7 +220,7 @@ def tokens_of_rows(
                 # All on one device: live rows in the classes' shares of the counts.
                 shares = counts.sum(axis=0)[None]
                 rows = shares * (situation.live / max(1, shares.sum()))
-            tokens[:CLASSES, columns] = expected_gain.tokens(
+            tokens[:CLASSES, columns] = budget.packed_tokens(
                 expectations.rankings[drafter],
                 rows,
                 situation.rows,
@@ -242,3 +289,87 @@ def _plain_seconds(
         return np.minimum(live, 1) * by_halvings[halvings]
 
     return seconds
+
+
+def group_rows(pace: np.ndarray, counts: np.ndarray, left: np.ndarray, stay: float) -> RowGroups:
+    """Group rows by cell, and split those that follow their earlier text by expected divergence.
+
+    pace [2 * CLASSES, S] tokens of a row's round, by seen prompt and class; counts, left [2 *
+    CLASSES]: rows, and their remaining tokens, summed; stay: the chance that a text that follows
+    its earlier one does so for one more token.
+    """
+    # Lists are faster than arrays for so few numbers.
+    rows = counts.tolist()
+    tokens = left.tolist()
+    some = [cell for cell, count in enumerate(rows) if count]
+    group_counts = [rows[cell] for cell in some]
+    spans = [tokens[cell] / rows[cell] for cell in some]
+    if not rows[FOLLOWING]:
+        return RowGroups(pace[some], np.array(group_counts, float), np.array(spans))
+
+    # The point of divergence is geometric; `whole` of them never diverge within their span.
+    span = spans[-1]
+    whole = stay**span
+    parts = [[math.log(1 - part * (1 - whole)) / math.log(stay)] for part in _DIVERGED_PARTS]
+    where = np.array(parts)
+    diverging = span / (where / pace[FOLLOWING] + (span - where) / pace[DIVERGED])
+    shares = (whole, *[(1 - whole) / len(parts)] * len(parts))
+    split = [group_counts[-1] * share for share in shares]
+    return RowGroups(
+        pace=np.concatenate((pace[some], diverging)),
+        counts=np.array(group_counts[:-1] + split),
+        left=np.array(spans + [span] * len(parts)),
+    )
+
+
+def seconds_left(
+    rows: RowGroups, seconds: np.ndarray, plain: Callable[[np.ndarray], np.ndarray]
+) -> np.ndarray:
+    """Return [S] seconds until the last row has ended, if each strategy is kept at first.
+
+    seconds [S] of a round of all rows; plain(n): seconds of a plain round of n rows. The ratio of a
+    round with drafts to a plain one is assumed constant. Once the first rows have ended, the others
+    go on with the strategy or decode plainly, whichever is faster.
+    """
+    ends = rows.left[:, None] / rows.pace
+    # Plain indexing, as take_along_axis is slow.
+    order = np.argsort(ends, axis=0, kind="stable")
+    columns = np.arange(len(seconds))
+    ends = ends[order, columns]
+    pace = rows.pace[order, columns]
+    live = rows.counts[order[::-1]].cumsum(axis=0)[::-1]  # in each phase
+    times_plain = np.minimum(seconds / seconds[0], pace[1:])
+    return ends[0] * seconds + ((ends[1:] - ends[:-1]) * times_plain * plain(live[1:])).sum(axis=0)
+
+
+def best_of(
+    choices: Candidates,
+    tokens: np.ndarray,
+    seconds: np.ndarray,
+    ready: Callable[[Strategy], bool],
+    current: Strategy | None,
+) -> tuple[int, int, int | None]:
+    """Return (chosen, best, not_yet_compiled) as indices: most tokens per second of those ready.
+
+    tokens, seconds [S] expected of a round. `current` stays unless another is clearly better
+    (`SelectorSettings.switch_gain`); if the outcome is not clearly better than plain decoding
+    (`gain_over_plain`), that is chosen at once. If nothing is ready it is the first candidate:
+    plain, or the only one. `not_yet_compiled` is not ready, and clearly better than the chosen one;
+    or None.
+    """
+    strategies = choices.strategies
+    switch = 1 + SELECTOR_SETTINGS.switch_gain
+    rate = tokens / seconds
+    order = np.argsort(-rate, kind="stable").tolist()
+    best = next((one for one in order if ready(strategies[one])), 0)
+
+    chosen = best
+    held = choices.place.get(current)
+    if held is not None and held != best and ready(strategies[held]):
+        chosen = held if rate[best] <= switch * rate[held] else best
+    if rate[chosen] < (1 + SELECTOR_SETTINGS.gain_over_plain) * rate[0] and ready(strategies[0]):
+        chosen = 0
+
+    top = order[0]
+    better = top == chosen or rate[top] > switch * rate[chosen]
+    return chosen, best, top if better and not ready(strategies[top]) else None

@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlhf_jax.models.flops import pair_flops, product_flops
+from rlhf_jax.types import ModelConfig
+
 CATCH_UP = 8  # The tokens of one draft-model call that only fills its cache.
 FREE_LAG = 2  # The missing tokens that a draft's first call feeds anyway.
 
@@ -35,6 +38,30 @@ class ModelWork:
     context_bytes: float  # read by a call for each token of context
     token_flops: float  # of the matrix products, for each token fed
     context_flops: float  # of attention, for each token fed and token of context
+
+    @classmethod
+    def of(cls, model: ModelConfig, itemsize: int) -> ModelWork:
+        """Return the necessary work of a call of a model, at `itemsize` bytes per number.
+
+        Every weight but the embedding is read by a call, and multiplied with each token.
+        """
+        of_layers, _ = product_flops(model)
+        weights = of_layers // 2 + model.width * model.vocab_size
+        return cls(
+            weight_bytes=weights * itemsize,
+            context_bytes=2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize,
+            token_flops=2 * weights,
+            context_flops=pair_flops(model),
+        )
+
+    def times(self, more_bytes: float, more_flops: float) -> ModelWork:
+        """Return the work with all bytes and all FLOPs multiplied by a factor each."""
+        return ModelWork(
+            weight_bytes=self.weight_bytes * more_bytes,
+            context_bytes=self.context_bytes * more_bytes,
+            token_flops=self.token_flops * more_flops,
+            context_flops=self.context_flops * more_flops,
+        )
 
 
 class Call(NamedTuple):
@@ -64,8 +91,8 @@ class Calls:
     @functools.cached_property
     def each(self) -> list[Call]:
         """Return the calls one by one."""
-        figures = self.nodes, self.steps, self.fed, self.grid
-        return [Call(*map(int, one)) for one in zip(*figures, strict=True)]
+        figures = zip(self.nodes, self.steps, self.fed, self.grid, strict=True)
+        return [Call(*map(int, one)) for one in figures]
 
     @functools.cached_property
     def kinds(self) -> list[tuple[bool, bool, bool]]:

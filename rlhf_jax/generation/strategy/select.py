@@ -17,11 +17,9 @@ from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.strategy import acceptance, candidates, cost, predict, statistics
 from rlhf_jax.generation.strategy.acceptance import Acceptance, Observations
 from rlhf_jax.generation.strategy.candidates import Candidates
-from rlhf_jax.generation.strategy.choice import Choice, best_of
-from rlhf_jax.generation.strategy.predict import Predictions, Situation
+from rlhf_jax.generation.strategy.predict import Choice, Predictions, Situation
 from rlhf_jax.generation.strategy.settings import SELECTOR_SETTINGS
-from rlhf_jax.generation.strategy.stage import StageRounds
-from rlhf_jax.generation.strategy.statistics import StrategyCounts
+from rlhf_jax.generation.strategy.statistics import StageRounds, StrategyCounts
 from rlhf_jax.types import Strategy
 
 
@@ -66,7 +64,7 @@ class Selector:
             situation=situation,
             frozen_costs=self.frozen_costs,
         )
-        chosen, best, not_yet_compiled = best_of(
+        chosen, best, not_yet_compiled = predict.best_of(
             self.candidates,
             predicted.valued,
             predicted.steady * (1 + predicted.doubt),
@@ -315,7 +313,7 @@ class Selector:
         return sorted(rows, key=lambda row: -row["tokens_per_second"])
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the stage so far, as `Stage.metrics` does."""
+        """Return metrics of the stage so far, as `StageRounds.metrics` does."""
         return self.stage.metrics(self.acceptance)
 
     def state(self) -> dict[str, Any]:

@@ -20,8 +20,7 @@ def layer_weight(
     axes: str, stored: tuple[str, ...], init: str | float, huggingface: str, gguf: str
 ) -> Weight:
     """Return a weight of each layer; its names omit the prefix of the layer's."""
-    names = ("model.layers.{layer}." + huggingface, "blk.{layer}." + gguf)
-    return Weight(axes, stored, init, *names)
+    return Weight(axes, stored, init, "model.layers.{layer}." + huggingface, "blk.{layer}." + gguf)
 
 
 # The weights of a layer of Llama, which related families extend.

@@ -11,8 +11,7 @@ import math
 from typing import NamedTuple
 
 from rlhf_jax.config import derived
-from rlhf_jax.generation.strategy import prior
-from rlhf_jax.generation.strategy.roofline import RATES, Roofline
+from rlhf_jax.generation.strategy.roofline import RATES, ModelWork, Roofline
 from rlhf_jax.memory.sizes import PlannedRun, row_share
 from rlhf_jax.mesh import AXES, Layout
 from rlhf_jax.models.attention import QUERY_BLOCK, packed_block
@@ -146,7 +145,7 @@ class PlacedRun:
     def roofline(self) -> Roofline:
         """Return the roofline of a plain round on a device, with weights split over `tensor`."""
         tensor = self.run.layout.extent("tensor")
-        work = prior.work(self.run.models.policy, self.run.layout.dtype.itemsize)
+        work = ModelWork.of(self.run.models.policy, self.run.layout.dtype.itemsize)
         reads = self.chip.memory_bandwidth * self.chip.efficiency.decoding * tensor
         computes = self.chip.flops * self.chip.efficiency.inference * tensor
         _, _, of_row, of_call = RATES[self.hardware.platform]
@@ -190,7 +189,7 @@ def generation_cost(placed: PlacedRun) -> CallCost:
     prompts = config.generation.prompts_per_step
     middle = config.data.max_prompt_tokens + config.generation.max_new_tokens / 2
     prefill = forward_flops(policy, prompts, config.data.max_prompt_tokens, predicted=1)
-    work = prior.work(policy, itemsize=1)
+    work = ModelWork.of(policy, itemsize=1)
     decoded = derived.samples(config) * config.generation.max_new_tokens
     decoding = decoded * (work.token_flops + work.context_flops * middle)
 

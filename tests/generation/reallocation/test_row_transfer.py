@@ -79,10 +79,7 @@ def test_a_row_arrives_as_it_left_and_the_others_stay(fsdp, tensor, dtype):
     jax.tree.map(np.testing.assert_array_equal, narrowed(row(arrived), 64), narrowed(old, 64))
     others = jax.tree.map(lambda leaf: np.asarray(leaf)[[0, 2, 3]], (arrived, empty(there)))
     jax.tree.map(np.testing.assert_array_equal, *others)
-    assert (
-        row_transfer.bytes_of(packet)
-        < 0.75 * sum(leaf.nbytes for leaf in jax.tree.leaves(source)) / ROWS
-    )
+    assert packet.nbytes < 0.75 * sum(leaf.nbytes for leaf in jax.tree.leaves(source)) / ROWS
 
 
 @pytest.mark.parametrize("piece", [256, 5000])
@@ -101,9 +98,7 @@ def test_a_row_travels_in_several_pieces_as_in_one(piece, monkeypatch):
     arrived = row_transfer.unpack_rows(empty(ONE_DEVICE), packet, rows[::-1])
     for program in programs:
         program.clear_cache()
-    assert len(packet.pieces) > len(whole.pieces) == 1 and row_transfer.bytes_of(
-        packet
-    ) == row_transfer.bytes_of(whole)
+    assert len(packet.pieces) > len(whole.pieces) == 1 and packet.nbytes == whole.nbytes
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(arrived), wanted)
 
 
@@ -173,7 +168,7 @@ def test_what_travels_is_what_the_slots_hold(drafted, slots):
     few += [state.history, state.earlier]
     lengths = [] if state.draft is None else [state.draft.length]
     words = cached + slots + sum(leaf[0].size for leaf in (*few, *lengths))
-    assert row_transfer.bytes_of(packet) == 2 * 4 * words
+    assert packet.nbytes == 2 * 4 * words
 
 
 def test_what_was_moved_reads_nothing_beyond_its_length():

@@ -14,8 +14,8 @@ from rlhf_jax.cache.contiguous import ContiguousCache
 from rlhf_jax.cache.state import DecodeState, DraftState
 from rlhf_jax.generation.speculative import protocol
 from rlhf_jax.generation.speculative import tree as trees
-from rlhf_jax.generation.speculative.drafters import matching, replay, teacher
 from rlhf_jax.generation.speculative.drafters import model as model_drafter
+from rlhf_jax.generation.speculative.drafters import replay, search, teacher
 from rlhf_jax.generation.speculative.drafters.hindsight import look_back
 from rlhf_jax.generation.speculative.drafters.lookup import LOOKUP
 from rlhf_jax.generation.speculative.drafters.model import MODEL
@@ -71,7 +71,7 @@ def agreement(corpus: list[int], place: int, text: list[int]) -> int:
     return len(
         list(
             itertools.takewhile(
-                lambda pair: pair[0] == pair[1], itertools.islice(pairs, matching.LONGEST_MATCH)
+                lambda pair: pair[0] == pair[1], itertools.islice(pairs, search.LONGEST_MATCH)
             )
         )
     )
@@ -296,7 +296,7 @@ def test_places_are_found_where_only_heads_are_split():
 
     @jax.jit
     def best(scores):
-        top, where = matching.best_places(scores)
+        top, where = search.best_places(scores)
         return pin_rows((top[:, :1], where[:, :2]), layout)
 
     top, where = best(place_rows(scores, layout))

@@ -15,24 +15,22 @@ import pytest
 from rlhf_jax.cache.contiguous import ContiguousCache
 from rlhf_jax.cache.state import DecodeState
 from rlhf_jax.generation.speculative import tree as trees
-from rlhf_jax.generation.speculative.budget import allocate_budget, pack
-from rlhf_jax.generation.strategy import (
-    candidates,
-    cost,
-    expected_gain,
-    observations,
-    predict,
-    roofline,
+from rlhf_jax.generation.speculative.budget import (
+    allocate_budget,
+    expected_gains,
+    pack,
+    packed_tokens,
+    rank_drafts,
 )
+from rlhf_jax.generation.speculative.results import observe_drafts
+from rlhf_jax.generation.strategy import candidates, cost, predict, roofline
 from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS
 from rlhf_jax.generation.strategy.predict import Situation
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.mesh import ONE_DEVICE, Layout, make_mesh, place_rows
 from rlhf_jax.types import Emission
 
-GAINS = expected_gain.expected_gains(
-    np.array([[0.5] * DEPTHS, [0.2] * DEPTHS, [0.6] * DEPTHS, [0.9] * DEPTHS])
-)
+GAINS = expected_gains(np.array([[0.5] * DEPTHS, [0.2] * DEPTHS, [0.6] * DEPTHS, [0.9] * DEPTHS]))
 ROWS = 8
 LENGTH = 8
 
@@ -140,9 +138,7 @@ def test_what_is_packed_is_found_again_and_nothing_crosses_devices(devices):
 def test_as_many_are_expected_as_the_kept_ones_are_worth(nodes):
     """On two devices of 16 rows each, of which one is half empty."""
     counts = np.array([[3, 2, 1, 2], [6, 4, 2, 4]])
-    gained = expected_gain.tokens(
-        expected_gain.rank(GAINS[:, :LENGTH]), counts, 32, np.array([nodes]), 1.0
-    )[:, 0]
+    gained = packed_tokens(rank_drafts(GAINS[:, :LENGTH]), counts, 32, np.array([nodes]), 1.0)[:, 0]
     kept = 0.0
     for own in counts:
         offers = sorted(
@@ -166,7 +162,7 @@ def test_drafts_that_were_left_out_say_nothing():
         path=path,
         done=np.zeros(3, bool),
     )
-    said = observations.of_drafts(
+    said = observe_drafts(
         strategy, emission, np.full(3, 3), np.ones(3, bool), allowed, band=np.zeros(3, int)
     )
     assert (said.offered > 0).sum(axis=1).tolist() == [4, 2, 0]

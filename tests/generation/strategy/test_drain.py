@@ -12,8 +12,7 @@ import pytest
 from rlhf_jax.generation.speculative.drafters.replay import FOLLOWS_EARLIER
 from rlhf_jax.generation.strategy import candidates, cost, roofline
 from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, RANKS, Observations
-from rlhf_jax.generation.strategy.drain import RowGroups, group_rows, seconds_left
-from rlhf_jax.generation.strategy.predict import Situation
+from rlhf_jax.generation.strategy.predict import RowGroups, Situation, group_rows, seconds_left
 from rlhf_jax.generation.strategy.select import Selector
 
 CPU = roofline.Machine(roofline.Roofline(8e-3, 1e-6, 5e-3, 1e-8, 5e-4, 2e-3), None, 1e-4)

@@ -17,8 +17,7 @@ from rlhf_jax.generation.requests import RoundReport
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.strategy import candidates, cost, predict, roofline
 from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, RANKS, Observations
-from rlhf_jax.generation.strategy.choice import best_of
-from rlhf_jax.generation.strategy.predict import Situation
+from rlhf_jax.generation.strategy.predict import Situation, best_of
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.runtime.checkpoint import document
 from rlhf_jax.types import Strategy

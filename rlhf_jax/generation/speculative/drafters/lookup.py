@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.cache.state import DecodeState
-from rlhf_jax.generation.speculative.drafters.matching import (
+from rlhf_jax.generation.speculative.drafters.search import (
+    Found,
+    SearchDrafter,
     best_places,
     continuations,
     is_followed,
     match_length,
 )
-from rlhf_jax.generation.speculative.drafters.search import Found, SearchDrafter
 from rlhf_jax.types import Array
 
 # Matched tokens from which a row is of confidence class 1, 2 and 3.

@@ -37,14 +37,18 @@ class ModelDrafter(Drafter):
 
     def catch_up(self, execute: Execute, state: DecodeState, context: DraftContext) -> DecodeState:
         """Return the state whose draft cache lacks at most one token of each row."""
-        on = dict(layout=context.layout)
-        return execute(catch_up, context.model, state, **on)
+        return execute(catch_up, context.model, state, layout=context.layout)
 
     def propose(self, execute: Execute, state: DecodeState, context: DraftContext) -> Proposal:
         """Return the model's own draws, level by level of the strategy's tree."""
-        options = dict(with_logits=context.with_logits, layout=context.layout)
         return execute(
-            propose, context.model, state, context.strategy, context.truncation, **options
+            propose,
+            context.model,
+            state,
+            context.strategy,
+            context.truncation,
+            with_logits=context.with_logits,
+            layout=context.layout,
         )
 
     def after_commit(
@@ -56,9 +60,15 @@ class ModelDrafter(Drafter):
         context: DraftContext,
     ) -> DecodeState:
         """Return the state with the accepted nodes in the draft cache."""
-        on = dict(layout=context.layout)
-        path = (emission.path, emission.count)
-        return execute(commit, state, proposal.window, *path, context.strategy, **on)
+        return execute(
+            commit,
+            state,
+            proposal.window,
+            emission.path,
+            emission.count,
+            context.strategy,
+            layout=context.layout,
+        )
 
 
 MODEL = ModelDrafter()

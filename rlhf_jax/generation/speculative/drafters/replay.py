@@ -10,14 +10,15 @@ import chex
 import jax.numpy as jnp
 
 from rlhf_jax.cache.state import DecodeState
-from rlhf_jax.generation.speculative.drafters.matching import (
+from rlhf_jax.generation.speculative.drafters.search import (
     LONGEST_MATCH,
+    Found,
+    SearchDrafter,
     best_places,
     continuations,
     is_followed,
     match_length,
 )
-from rlhf_jax.generation.speculative.drafters.search import Found, SearchDrafter
 from rlhf_jax.generation.strategy.acceptance import RANKS
 from rlhf_jax.types import Array
 
