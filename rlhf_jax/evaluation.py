@@ -94,14 +94,7 @@ def _evaluate_policy(
 
     rows = np.repeat(np.arange(len(evaluation.prompts)), evaluation.samples_per_prompt)
     responses = responses_of(samples, evaluation.prompts, rows, evaluation.tokenizer)
-    scores: dict[str, Scores] = {}
-    if function := evaluation.rewards.function:
-        known = {}
-        if learned := evaluation.rewards.learned:
-            memory = state.host.memory.get("reward", {})
-            known = {learned.name: learned.results(responses, memory)}
-        scores["reward"] = function(responses, known)[0]
-    scores |= {name: measure(responses) for name, measure in evaluation.measures.items()}
+    scores = evaluation.scores(responses, state.host.memory.get("reward", {}))
     means = _means(scores)
     ends = [evaluation.decoding.ended_itself(sample.tokens) for sample in samples]
     means["eval/finished"] = float(np.mean(ends))

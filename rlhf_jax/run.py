@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlhf_jax.config.schema import Config
@@ -14,13 +14,13 @@ from rlhf_jax.generation.stage import GenerationSettings
 from rlhf_jax.inference.scoring import ScoringSettings
 from rlhf_jax.monitoring.trace import Span
 from rlhf_jax.placement.plan import ONE_LANE, Lanes
-from rlhf_jax.rewards.combination import Scorer
+from rlhf_jax.rewards.combination import Response, Scorer, Scores
 from rlhf_jax.rewards.samples import Rewards
 from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.sources.drawn import SampleSource
 from rlhf_jax.training.distill import Distillation
 from rlhf_jax.training.gradients import Learner
-from rlhf_jax.types import Model
+from rlhf_jax.types import Memory, Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +49,15 @@ class EvaluationSettings:
     rewards: Rewards
     # by name, never trained on
     measures: Mapping[str, Scorer]
+
+    def scores(self, responses: Sequence[Response], memory: Memory) -> dict[str, Scores]:
+        """Return the scores of responses by measure, the reward first; memory: of the reward."""
+        scores: dict[str, Scores] = {}
+        if function := self.rewards.function:
+            learned = self.rewards.learned
+            known = {learned.name: learned.results(responses, memory)} if learned else {}
+            scores["reward"] = function(responses, known)[0]
+        return scores | {name: measure(responses) for name, measure in self.measures.items()}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,8 @@ import dataclasses
 
 import numpy as np
 
+from rlhf_jax.config import derived
+from rlhf_jax.config.schema import Config
 from rlhf_jax.types import Memory
 
 WEIGHT = 0.5  # of the latest visit
@@ -25,6 +27,19 @@ class DynamicSampling:
     fewest: int  # of capability 1
     temperature: float  # of capability 0
     hottest: float  # of capability 1
+
+    @classmethod
+    def from_config(cls, config: Config) -> DynamicSampling | None:
+        """Return the shares of prompts in samples and temperature; None if they are equal."""
+        if not derived.samples_dynamically(config):
+            return None
+        generation = config.generation
+        return cls(
+            most=generation.samples_per_prompt,
+            fewest=generation.fewest_samples or generation.samples_per_prompt,
+            temperature=generation.temperature,
+            hottest=generation.hottest or generation.temperature,
+        )
 
     def samples(self, capability: np.ndarray) -> np.ndarray:
         """Return the number of samples of each prompt."""

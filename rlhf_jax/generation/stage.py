@@ -76,6 +76,16 @@ class GenerationSettings:
     # approximate seconds of a slice to score a token of finished samples; 0: no slice does
     scoring_seconds: float = 0.0
 
+    def shares(self, capability: np.ndarray) -> tuple[list[int], list[tuple[float, ...]]]:
+        """Return the number of samples of each prompt, and their temperatures if they vary."""
+        if self.dynamic is None:
+            count = len(capability)
+            own = [self.temperatures] * count if self.temperatures else []
+            return [self.samples_per_prompt] * count, own
+        counts = self.dynamic.samples(capability).tolist()
+        warm = self.dynamic.temperatures(capability).tolist()
+        return counts, [(own,) * count for own, count in zip(warm, counts, strict=True)]
+
 
 @dataclasses.dataclass
 class StageRecord:

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from rlhf_jax.config.checks import require, require_one_of
+from rlhf_jax.config.schema import Config
 from rlhf_jax.mesh import ONE_DEVICE, Layout
 from rlhf_jax.rewards.combination import Response, RewardResult, Score, Scorer
 from rlhf_jax.rewards.models import RewardModel, finish_reading, read_states, start_scoring
-from rlhf_jax.rewards.one_pass import CG_ABOVE, OnePassReward, cg_step
+from rlhf_jax.rewards.one_pass import CG_ABOVE, LABEL_CHOICES, OnePassReward, begun, cg_step
 from rlhf_jax.runtime import to_host
 from rlhf_jax.types import Memory
 
-CHOICES = ("active", "deployment", "random")
-OPTIMISM = 1.0  # beta of the choice in deployment
 DAMPING = 0.8  # lambda_0 of the paper's experiments, above CG_ABOVE features
 
 
@@ -67,16 +67,23 @@ class LearnedReward:
         """
         features, failures = self._features(responses)
         groups: dict[int, list[int]] = {}
-        for index in features:
-            groups.setdefault(responses[index].group, []).append(index)
-        reward = self._restored(memory, features)
-        pairs = [*self._pairs(groups, features, reward)]
-        shown = [responses[index] for pair in pairs for index in pair]
+        for place, index in enumerate(features):
+            groups.setdefault(responses[index].group, []).append(place)
+        states = np.array([*features.values()]).reshape(-1, len(self.start))
+        reward = OnePassReward.restored(memory) if memory else begun(self.start, states)
+        random = np.random.default_rng((self.seed, reward.labels))
+        pairs = [
+            tuple(own[place] for place in reward.choose_pair(states[own], self.choice, random))
+            for own in groups.values()
+            if len(own) > 1
+        ]
+        indices = [*features]
+        shown = [responses[indices[place]] for pair in pairs for place in pair]
         scores = self.labels(shown).values.reshape(-1, 2) if shown else np.zeros((0, 2))
         differ = np.flatnonzero(np.abs(scores[:, 0] - scores[:, 1]) > 0)  # not NaN
         labels = (scores[differ, 0] > scores[differ, 1]).astype(np.float64)
         chosen = [pairs[place] for place in differ]
-        z = np.array([features[first] - features[second] for first, second in chosen])
+        z = np.array([states[first] - states[second] for first, second in chosen])
         metrics = {"labels/failed": float(np.isnan(scores).any(axis=1).sum())}
         after = memory
         if chosen:
@@ -96,46 +103,32 @@ class LearnedReward:
         """Return the last hidden state [d] of each response by its index, or why it has none."""
         parts, failures = start_scoring(self.model, responses, self.layout, read_states)
         found = finish_reading(parts)
-        return {index: np.asarray(found[index], np.float64) for index in sorted(found)}, {
-            **failures
-        }
+        features = {index: np.asarray(found[index], np.float64) for index in sorted(found)}
+        return features, {**failures}
 
     def _rated(self, features: Mapping[int, np.ndarray], memory: Memory) -> dict[int, RewardResult]:
         theta = memory["theta"] if memory else self.start
         return {index: Score(float(own @ theta)) for index, own in features.items()}
 
-    def _restored(self, memory: Memory, features: Mapping[int, np.ndarray]) -> OnePassReward:
-        """Return the reward of the labels so far.
 
-        Before the first one a head is about as uncertain as the features vary: by a unit of reward.
-        """
-        if memory:
-            return OnePassReward.restored(memory)
-        states = np.array([*features.values()]).reshape(-1, len(self.start))
-        spread = float(states.var(axis=0).sum()) if len(states) > 1 else 0.0
-        return OnePassReward.begin(len(self.start), spread or 1.0, theta=self.start)
-
-    def _pairs(
-        self,
-        groups: Mapping[int, list[int]],
-        features: Mapping[int, np.ndarray],
-        reward: OnePassReward,
-    ) -> Iterator[tuple[int, int]]:
-        """Yield the two responses to each prompt that are labelled."""
-        random = np.random.default_rng((self.seed, reward.labels))
-        for members in groups.values():
-            if len(members) < 2:
-                continue
-            states = np.array([features[index] for index in members])
-            first, second = random.permutation(len(members))[:2].tolist()
-            if self.choice == "active":
-                places = np.array(np.triu_indices(len(members), 1)).T
-                differences = states[places[:, 0]] - states[places[:, 1]]
-                first, second = places[reward.choose_active(differences)].tolist()
-            elif self.choice == "deployment":
-                best, other = reward.choose_deployment(states, OPTIMISM)
-                first, second = (
-                    best,
-                    other if other != best else (second if second != best else first),
-                )
-            yield members[first], members[second]
+def check_labels(config: Config) -> None:
+    """Check that one reward model learns from labels, if they are named."""
+    reward = config.reward
+    require_one_of(config, "reward.label_choice", LABEL_CHOICES)
+    if not reward.labels:
+        return
+    require(
+        len(reward.models) == 1,
+        f"reward.labels is {reward.labels!r}, and reward.models has {len(reward.models)} models;"
+        " labels teach exactly one.",
+    )
+    require(
+        not config.generation.fuse_inference,
+        "reward.labels changes the reward model, of which generation.fuse_inference keeps a copy;"
+        " give one or the other.",
+    )
+    require(
+        config.generation.samples_per_prompt > 1,
+        "reward.labels compares two responses to a prompt; raise generation.samples_per_prompt to"
+        " at least 2.",
+    )

@@ -110,8 +110,8 @@ def start_reading(
         for row, index in enumerate(chosen):
             tokens[row, : len(fitting[index])] = fitting[index]
             last[row] = len(fitting[index]) - 1
-        placed = place_rows((tokens, last), layout)
-        parts.append((chosen, read(weights, *placed, layout)))
+        placed, places = place_rows((tokens, last), layout)
+        parts.append((chosen, read(weights, placed, places, layout)))
     return parts
 
 

@@ -18,6 +18,8 @@ import numpy as np
 
 CG_ABOVE = 4096  # features from which a matrix of them is too large to keep
 CG_STEPS = 3
+LABEL_CHOICES = ("active", "deployment", "random")
+OPTIMISM = 1.0  # beta of the choice in deployment
 
 
 def sigmoid(x: np.ndarray | float) -> np.ndarray:
@@ -150,6 +152,36 @@ class OnePassReward:
         best = int(np.argmax(rewards))
         apart = self.uncertainty(np.asarray(features) - np.asarray(features)[best])
         return best, int(np.argmax(rewards + 2.0 * beta * apart))
+
+    def choose_pair(
+        self, features: np.ndarray, choice: str, random: np.random.Generator
+    ) -> tuple[int, int]:
+        """Choose which two of a prompt's answers, with these features [n, d], are labelled.
+
+        choice: one of LABEL_CHOICES; `random` breaks ties.
+        """
+        first, second = random.permutation(len(features))[:2].tolist()
+        if choice == "active":
+            places = np.array(np.triu_indices(len(features), 1)).T
+            differences = features[places[:, 0]] - features[places[:, 1]]
+            first, second = places[self.choose_active(differences)].tolist()
+        elif choice == "deployment":
+            best, other = self.choose_deployment(features, OPTIMISM)
+            if other != best:
+                second = other
+            elif second == best:  # none may be better: any other
+                second = first
+            first = best
+        return first, second
+
+
+def begun(theta: np.ndarray, features: np.ndarray) -> OnePassReward:
+    """Return the reward theta [d] before any label, for answers with features such as [n, d].
+
+    It is about as uncertain as the features vary: by a unit of reward.
+    """
+    spread = float(features.var(axis=0).sum()) if len(features) else 0.0
+    return OnePassReward.begin(len(theta), spread or 1.0, theta=theta)
 
 
 def cg_step(

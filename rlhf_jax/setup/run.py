@@ -230,26 +230,13 @@ def _generation_settings(spec: RunSpec, programs: Programs) -> GenerationSetting
         samples_per_prompt=generation.samples_per_prompt,
         max_new_tokens=generation.max_new_tokens,
         temperatures=algorithm_of(config).temperatures(config),
-        dynamic=_dynamic_sampling(config),
+        dynamic=DynamicSampling.from_config(config),
         resample=generation.resample,
         repeated_noise=generation.repeated_noise,
         compiler=compiler,
         plan_reallocation=planner.plan_reallocation if planned else None,
         in_turn=config.deterministic,
         scoring_seconds=scoring_seconds,
-    )
-
-
-def _dynamic_sampling(config: Config) -> DynamicSampling | None:
-    """Return the shares of prompts in samples and temperature; None if they are equal."""
-    if not derived.samples_dynamically(config):
-        return None
-    generation = config.generation
-    return DynamicSampling(
-        most=generation.samples_per_prompt,
-        fewest=generation.fewest_samples or generation.samples_per_prompt,
-        temperature=generation.temperature,
-        hottest=generation.hottest or generation.temperature,
     )
 
 

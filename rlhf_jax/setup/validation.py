@@ -26,7 +26,7 @@ from rlhf_jax.placement.pipelined import check_pipelines, is_pipelined
 from rlhf_jax.placement.plan import Plan
 from rlhf_jax.placement.presets import plan_of
 from rlhf_jax.rewards.functions import Signature
-from rlhf_jax.rewards.learned import CHOICES
+from rlhf_jax.rewards.learned import check_labels
 from rlhf_jax.rewards.sources import check_sources, term_names
 from rlhf_jax.runtime import mirror
 from rlhf_jax.setup.sample_checks import (
@@ -198,7 +198,7 @@ def _check_rewards(config: Config) -> None:
         f"reward.max_failed is {reward.max_failed}; it must be at least 0 and below 1.",
     )
     _check_groups(config)
-    _check_labels(config)
+    check_labels(config)
     for name in reward.metrics:
         require(
             bool(name) and name not in OWN_MEASURES and not name.endswith("/failed"),
@@ -220,29 +220,6 @@ def _check_groups(config: Config) -> None:
         group > 1 or not config.generation.resample,
         f"generation.resample is {config.generation.resample}, but one sample of a prompt never"
         " differs from the others; raise generation.samples_per_prompt, or set 0.",
-    )
-
-
-def _check_labels(config: Config) -> None:
-    """Check that one reward model learns from labels, if they are named."""
-    reward = config.reward
-    require_one_of(config, "reward.label_choice", CHOICES)
-    if not reward.labels:
-        return
-    require(
-        len(reward.models) == 1,
-        f"reward.labels is {reward.labels!r}, and reward.models has {len(reward.models)} models;"
-        " labels teach exactly one.",
-    )
-    require(
-        not config.generation.fuse_inference,
-        "reward.labels changes the reward model, of which generation.fuse_inference keeps a copy;"
-        " give one or the other.",
-    )
-    require(
-        config.generation.samples_per_prompt > 1,
-        "reward.labels compares two responses to a prompt; raise generation.samples_per_prompt to"
-        " at least 2.",
     )
 
 

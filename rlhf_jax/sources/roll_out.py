@@ -106,7 +106,8 @@ class RollOut:
         settings = self.settings
         before = remembered(self.host).training
         with timed("generation", self.metrics, self.observe):
-            counts, temperatures = self._shares(rows)
+            known = capabilities(self.host.memory.get("capability", {}), rows)
+            counts, temperatures = settings.shares(known)
             wanted = requests(
                 [self.prompts.tokens[row] for row in rows],
                 counts,
@@ -184,17 +185,6 @@ class RollOut:
             "response/length_mean": float(np.mean([len(sample.tokens) for sample in samples])),
         }
         return RolloutStats(counts, selector), spans, metrics
-
-    def _shares(self, rows: np.ndarray) -> tuple[Sequence[int] | int, list[tuple[float, ...]]]:
-        """Return the number of samples of each prompt, and their temperatures if they vary."""
-        settings = self.settings
-        if settings.dynamic is None:
-            own = settings.temperatures
-            return settings.samples_per_prompt, [own] * len(rows) if own else []
-        known = capabilities(self.host.memory.get("capability", {}), rows)
-        counts = settings.dynamic.samples(known).tolist()
-        warm = settings.dynamic.temperatures(known).tolist()
-        return counts, [(own,) * count for own, count in zip(warm, counts, strict=True)]
 
     def _note(self, report: RoundReport) -> None:
         """Record a round of generation, and pass it on."""

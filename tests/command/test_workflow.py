@@ -93,7 +93,7 @@ def test_changes_are_for_all_stages_or_for_one(folder):
         ("config.deterministic = True", "config.dry_run = True", "dry_run is set"),
         ("steps = 4", "steps = 4 if stage == 'sft' else -1", "judge: steps is -1"),
         ('"tiny" if', "root if", "which the stage '' makes|which no stage makes"),
-        ('train = config.data.eval = "rows', 'train = "no', "there is no file no.py"),
+        ('"rows.py:rows"', '"no.py:rows"', "sft: data.train: there is no file no.py"),
     ],
 )
 def test_a_chain_that_cannot_work_is_refused_before_its_first_run(folder, old, new, words):

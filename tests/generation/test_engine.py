@@ -13,7 +13,7 @@ from generated import STOP, decoding, run
 from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.generation import scheduler
 from rlhf_jax.generation.engine import generate
-from rlhf_jax.generation.known_texts import keep_latest, known_texts
+from rlhf_jax.generation.history import keep_latest, known_texts
 from rlhf_jax.generation.reallocation import row_transfer
 from rlhf_jax.generation.requests import Request, Sample
 from rlhf_jax.generation.speculative import tree as trees

