@@ -26,12 +26,10 @@ def as_comparison(row: dict[str, Any], random: np.random.Generator, where: str) 
 
     Its chosen answer is the letter of the better one.
     """
-    first, second = contents(row, PAIR, where)
-    letters = LETTERS
-    if random.integers(2):
-        first, second = second, first
-        letters = LETTERS[::-1]
+    order = -1 if random.integers(2) else 1
+    first, second = contents(row, PAIR, where)[::order]
     prompt = compare(row["prompt"], first, second)
+    letters = LETTERS[::order]
     return {**row, "prompt": prompt, **dict(zip(PAIR, letters, strict=True))}
 
 
