@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_run
+from places import ROOT
 
 from rlhf_jax.command import workflow
 from rlhf_jax.report.workflow import win_rate
@@ -194,3 +195,40 @@ def test_a_workflow_is_killed_in_every_stage_and_ends_bit_for_bit_the_same(folde
     assert 'href="grpo/report.html"' in page and "grpo over sft" in page
     record = json.loads((folder / "whole" / "sft" / "stage.json").read_text())
     assert record["done"] and record["seconds"] > 0
+
+
+def shipped(workdir: Path, *changes: str) -> dict:
+    """The document of benchmarks/workflow.py about the shipped workflow."""
+    words = [sys.executable, "-m", "benchmarks.workflow", f"--workdir={workdir}", *changes]
+    done = subprocess.run(
+        words, capture_output=True, text=True, cwd=ROOT, env=tiny_run.environment()
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_the_shipped_workflow_runs_with_few_steps(tmp_path):
+    few = {
+        "sft": ("steps=1", "evaluation.every=1", "data.rows_per_step=4"),
+        "reward_model": ("steps=1", "evaluation.every=0", "data.rows_per_step=4"),
+        "base": ("evaluation.samples_per_prompt=1",),
+        "grpo": ("steps=1", "evaluation.every=1", "evaluation.samples_per_prompt=1"),
+    }
+    changes = [f"--{stage}.{change}" for stage, own in few.items() for change in own]
+    document = shipped(tmp_path, "--config.generation.max_new_tokens=12", *changes)
+    assert set(document["models"]) == {"base", "sft", "grpo"}
+    for numbers in document["models"].values():
+        assert {"judge", "vader", "words"} <= numbers.keys()
+    assert {"judge", "vader", "reward"} <= document["wins"]["grpo over sft"].keys()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_shipped_workflow_pleases_a_judge_that_nothing_learned_from(tmp_path, seed):
+    """On every seed, over its SFT model: the figures are in benchmarks/results/workflow.jsonl."""
+    document = shipped(tmp_path, f"--seeds={seed}")
+    rate = document["wins"]["grpo over sft"]["judge"]
+    assert rate["share"] >= 0.65 and rate["low"] > 0.5
+    accuracy = document["stages"]["reward_model"]["evaluations"][-1]["eval/preference/accuracy"]
+    assert accuracy >= 0.85
