@@ -24,6 +24,8 @@ WHOLE_ROWS = [
     "--config.generation.max_rows=64",
 ]
 
+LONGER: dict[str, Any] = {"generation.max_new_tokens": 2048}
+
 
 def config_of(name: str, **changes):
     """A config whose rows every preset can share."""
@@ -64,8 +66,7 @@ def test_the_plan_that_is_found_is_proved_and_better_than_what_is_known(name, de
 
 
 def test_samples_drawn_ahead_are_searched_beside_the_best_plan_without():
-    longer = {"training.epochs": 1, "generation.max_new_tokens": 4096}
-    asked = searched("ppo_llama31_8b:tpu", "v5p:4x4x4", lag=1, **longer)
+    asked = searched("ppo_llama31_8b:tpu", "v5p:4x4x4", lag=1, **LONGER)
     plans = {plan.name: plan for plan in asked.plans}
     assert list(plans)[-3:] == ["synchronous", "disaggregated, lag 1", "found"]
     assert [plan.lag for plan in asked.plans] == [0] * 5 + [1] * 2 and asked.gap == 0.0
@@ -84,9 +85,7 @@ def test_samples_drawn_ahead_are_searched_beside_the_best_plan_without():
 
 def test_three_quarters_train_what_a_quarter_draws_ahead(tmp_path):
     """Where half of the devices would be too few to train on; the plan is one that a file holds."""
-    config = config_of("ppo_llama31_8b:tpu", **{"generation.max_new_tokens": 2048})
-    planned = plan_run(config, parse_hardware("v5p:4x4x4"))
-    asked = search_plans(config, planned, lag=1)
+    asked = searched("ppo_llama31_8b:tpu", "v5p:4x4x4", lag=1, **LONGER)
     plans = {plan.name: plan for plan in asked.plans}
     found = plans["found"]
     training = found.plan.placements["policy_training"]
@@ -96,8 +95,7 @@ def test_three_quarters_train_what_a_quarter_draws_ahead(tmp_path):
 
     path = tmp_path / "plan.json"
     path.write_text(found.plan.text())
-    config.plan = str(path)
-    config.training.lag = 1
+    config = config_of("ppo_llama31_8b:tpu", plan=str(path), **LONGER, **{"training.lag": 1})
     again = plan_run(config, parse_hardware("v5p:4x4x4"))
     assert again.plan.placements == found.plan.placements
     path.write_text(found.plan.text().replace('"first": 16', '"first": 8'))
@@ -210,7 +208,7 @@ def test_a_preset_that_cannot_split_the_rows_is_left_out_and_why():
 
 def test_the_command_prints_plans_and_writes_the_best(tmp_path, capsys):
     out = tmp_path / "plan.json"
-    asked = ["plan", "ppo_llama31_8b:tpu", "--devices", "v5p:4x4x4", "--config.mesh.fsdp=-1"]
+    asked = ["plan", "ppo_llama31_8b:tpu", "--devices", "v5p:2x2x4", "--config.mesh.fsdp=-1"]
     asked += ["--config.training.minibatches=1", "--config.training.microbatch_rows=64"]
     asked.append("--config.generation.max_rows=64")
     assert command.main([*asked, "--search", "--out", str(out)]) == 0
@@ -226,13 +224,13 @@ def test_the_command_prints_plans_and_writes_the_best(tmp_path, capsys):
     )
     assert "no plan of this kind is shorter" in said and "not measured" in said
     plan = read_plan(out, Placement(0, 1))
-    assert plan.devices == 64 and plan.parameters["policy"] == 8_030_261_248
+    assert plan.devices == 16 and plan.parameters["policy"] == 8_030_261_248
 
     picture = (tmp_path / "plan.svg").read_text()
     drawn = xml.etree.ElementTree.fromstring(picture)
     words = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert f"Predicted, not measured: {steps['found']:.2f} s a step" in words
-    assert {"policy training", "0..63"} <= set(words)
+    assert {"policy training", "0..15"} <= set(words)
 
     # it is a plan of this config, and is not one of another
     assert command.main([*asked, f"--config.plan={out}"]) == 0

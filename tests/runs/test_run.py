@@ -175,7 +175,13 @@ def test_top_k_is_renormalised_in_training(arguments, tmp_path, one_device):
         assert 0 < line["entropy/estimate"] < np.log(5) + 0.3
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        pytest.param(name, marks=[] if name in ("gae", "rloo") else [pytest.mark.slow, pytest.mark.long])
+        for name in ESTIMATORS
+    ],
+)
 def test_an_estimator_is_one_line(estimator, arguments, tmp_path, one_device):
     """An update from ratio 1, a policy that moves, and a critic only where one is wanted."""
     changes = {"algorithm__estimator": estimator, "evaluation__every": 0}

@@ -28,7 +28,6 @@ from house_sources import (
     PROJECT,
     Function,
     FunctionNode,
-    References,
     Source,
     Sources,
     all_functions,
@@ -40,6 +39,7 @@ from house_sources import (
     of_product,
     read,
     read_formatted,
+    references_of,
 )
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -235,7 +235,7 @@ def small_helpers(sources: Sources) -> list[str]:
     Callbacks (named, but not called) are none, nor functions that a decorator compiles, registers
     or caches.
     """
-    references = References(sources)
+    references = references_of(sources)
     found = []
     for function in all_functions(of_product(sources)):
         uses = references.of(function)
@@ -473,7 +473,7 @@ OF_TESTS_TOO = ("flat_files", "long_files", "long_bodies", "tests_that_import_te
 def offences(sources: Sources) -> dict[str, int]:
     """Count what breaks each rule that is no figure already, and what is called once."""
     product = of_product(sources)
-    inside = References(product)
+    inside = references_of(product)
     named = [function for function in all_functions(product) if not function.nested]
     once = sum(len(inside.of(function)) == 1 for function in named)
     return {"called_once": once} | {
@@ -486,7 +486,7 @@ def offences(sources: Sources) -> dict[str, int]:
 def figures(sources: Sources) -> dict[str, Any]:
     """Measure the product's files. sources: the whole project's, for who uses what of it."""
     product = of_product(sources)
-    references = References(sources)
+    references = references_of(sources)
     every = [function for function in all_functions(product) if function.statements]
     named = [function for function in all_functions(product) if not function.nested]
     bodies = sorted(function.lines for function in every)

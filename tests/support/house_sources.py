@@ -208,22 +208,22 @@ def imported_files(source: Source, sources: Sources) -> set[str]:
 class References:
     """Hold where each function of some sources is used: by module and name, or by method."""
 
-    def __init__(self, sources: Sources):
-        self.modules = {source.module: source for source in sources.values()}
+    def __init__(self, sources: Sequence[Source]):
+        self.modules = {source.module: source for source in sources}
         self.bound: dict[str, dict[str, tuple[str, str]]] = {}
-        self.top = {source.module: _top_level(source) for source in sources.values()}
+        self.top = {source.module: _top_level(source) for source in sources}
         self.methods = {
             source.module: {(f.owner, f.node.name) for f in functions(source) if f.owner}
-            for source in sources.values()
+            for source in sources
         }
         self.uses: dict[tuple[str, str], list[Use]] = collections.defaultdict(list)
         # by attribute: (use, class in which it is said of `self`, or empty)
         self.attributes: dict[str, list[tuple[Use, str]]] = collections.defaultdict(list)
         self.imported: dict[tuple[str, str], set[str]] = collections.defaultdict(set)
-        for source in sources.values():
+        for source in sources:
             found = list(imports(source, self.modules))
             self.bound[source.module] = {local: (module, name) for local, module, name in found}
-        for source in sources.values():
+        for source in sources:
             for module, name in self.bound[source.module].values():
                 if name:
                     self.imported[self.origin(module, name)].add(source.module)
@@ -304,6 +304,16 @@ class References:
         for child in ast.iter_child_nodes(node):
             if child not in seen:
                 self._visit(child, module, calls, inside, hidden)
+
+
+@functools.cache  # as a rule and the figures ask for the same
+def _references(sources: tuple[Source, ...]) -> References:
+    return References(sources)
+
+
+def references_of(sources: Sources) -> References:
+    """Return where each function of some sources is used."""
+    return _references(tuple(sources.values()))
 
 
 def _top_level(source: Source) -> set[str]:

@@ -40,7 +40,7 @@ TESTS: dict[str, str] = {
     "training/prepare.py": "sources/test_lag.py -k weigh",
     "sequences/minibatches.py": "sequences/test_batching.py",
     "training/optimizer.py": "training/test_optimizer.py training/test_update.py",
-    "sequences/packing.py": "laws/test_packed_is_unpacked.py",
+    "sequences/packing.py": "sequences/test_packing.py laws/test_packed_is_unpacked.py",
     "generation/history.py": "generation/test_history.py",
     "generation/speculative/sampling.py": "generation/speculative/test_sampling.py",
     "generation/speculative/rejection.py": "generation/speculative/test_rejection.py",
@@ -48,8 +48,10 @@ TESTS: dict[str, str] = {
     "generation/strategy/acceptance.py": "generation/strategy/test_acceptance.py",
     "generation/strategy/select.py": "generation/strategy/test_select.py command/test_explain.py",
     "generation/reallocation/row_transfer.py": "generation/reallocation/test_row_transfer.py",
-    "runtime/checkpoint/store.py": "laws/test_saved_is_loaded.py laws/test_damage_is_named.py",
-    "runtime/checkpoint/document.py": "laws/test_saved_is_loaded.py laws/test_damage_is_named.py",
+    "runtime/checkpoint/store.py": "runtime/test_checkpoint.py laws/test_saved_is_loaded.py"
+    " laws/test_damage_is_named.py",
+    "runtime/checkpoint/document.py": "runtime/test_checkpoint.py laws/test_saved_is_loaded.py"
+    " laws/test_damage_is_named.py",
 }
 """By file of the package: its own tests, the quickest to find a fault first."""
 
