@@ -51,15 +51,9 @@ class Algorithm:
     losses: Mapping[str, Any]
     # the roles whose models score the samples: one column each
     scores: tuple[str, ...] | Callable[[Config], tuple[str, ...]] = ()
-    # from samples with columns `rewards` and `ended` to those that are scored and trained on, and
-    # metrics; both are on the host
-    choose: Callable[[Sequences, Config], tuple[Sequences, dict[str, float]]] = unchanged
     # from scored samples on the host and the config to the columns that losses read, and metrics;
     # samples have columns `rewards` and `ended`, and `kl_weight`, the penalty per nat of KL
     prepare: Callable[[Sequences, Config], tuple[Sequences, dict[str, float]]] = unchanged
-    # from prepared samples, the memory of earlier steps and the config to the samples that are
-    # trained on, and the memory for later steps
-    recall: Callable[[Sequences, Memory, Config], tuple[Sequences, Memory]] = with_memory
     # a frozen dataclass of `option` fields: the keys of `config.algorithm` besides its name
     options: type | None = None
     # raises ValueError, in one sentence, for a config that the algorithm cannot use
@@ -73,6 +67,12 @@ class Algorithm:
     # of a row of `data.train`, random numbers and the row's place for messages: the row whose
     # prompt and samples are read. None: the row itself
     rewrite: Callable[[dict[str, Any], np.random.Generator, str], dict[str, Any]] | None = None
+    # from samples with columns `rewards` and `ended` to those that are scored and trained on, and
+    # metrics; both are on the host
+    choose: Callable[[Sequences, Config], tuple[Sequences, dict[str, float]]] = unchanged
+    # from prepared samples, the memory of earlier steps and the config to the samples that are
+    # trained on, and the memory for later steps
+    recall: Callable[[Sequences, Memory, Config], tuple[Sequences, Memory]] = with_memory
     # the temperature of each sample of a prompt; none where all have generation.temperature
     temperatures: Callable[[Config], tuple[float, ...]] = lambda config: ()
     # whether samples have rewards, whose functions or models a config must then name
