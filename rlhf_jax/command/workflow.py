@@ -26,6 +26,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from rlhf_jax.config import command_line
+from rlhf_jax.config.earlier import defaults_of
 from rlhf_jax.config.identity import binding_settings
 from rlhf_jax.config.schema import Config, flat
 from rlhf_jax.report.workflow import RECORD, write_workflow
@@ -280,7 +281,12 @@ def _digest(path: pathlib.Path) -> str:
 
 
 def _check_same(stage: StageRun, old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Raise ValueError where the identity of a stage is not that of its folder."""
+    """Raise ValueError where the identity of a stage is not that of its folder.
+
+    A key that the version of the folder lacked had its default.
+    """
+    defaults = defaults_of(new["algorithm.name"])
+    old = {key: defaults[key] for key in new if key in defaults} | old
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     if keys:
         changes = ", ".join(

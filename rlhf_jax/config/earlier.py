@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_jax.config import default
-from rlhf_jax.config.algorithms import named
+from rlhf_jax.config.algorithms import ALGORITHMS, named
 from rlhf_jax.config.schema import EARLIER, Config, flat
 from rlhf_jax.losses.advantages import ESTIMATORS
 
@@ -92,7 +92,13 @@ def identity(saved: Mapping[str, Any]) -> dict[str, Any]:
         kept |= {"algorithm.name": "grpo"} | found
     if "algorithm.name" not in kept:
         return kept
-    return json.loads(json.dumps(flat(default()))) | kept  # a checkpoint's tuples are lists
+    return defaults_of(kept["algorithm.name"]) | kept
+
+
+def defaults_of(algorithm: str) -> dict[str, Any]:
+    """Return every key's default as JSON has it, without the options of an algorithm of a file."""
+    config = default(algorithm) if algorithm in ALGORITHMS else default()
+    return json.loads(json.dumps(flat(config)))
 
 
 def _remove(config: Config, name: str) -> None:

@@ -109,6 +109,7 @@ def test_what_is_as_today_is_read_without_a_word(recwarn):
     assert read.items() >= saved.items()
     # what was no key yet has its default, as JSON has it
     assert read["data.mixture"] == [] and read["kl.coefficient"] == 0.04
+    assert earlier.identity({"algorithm.name": "online_dpo"})["algorithm.history"] == "current"
     assert not recwarn
 
 
