@@ -111,10 +111,13 @@ class Rollouts:
             )
             for row in np.repeat(rows, settings.samples_per_prompt)
         ]
-        return as_sequences(samples, settings.decoding.max_length).with_columns(
+        longest = as_sequences(samples, settings.decoding.max_length).with_columns(
             rewards=np.arange(len(samples), dtype=np.float32),  # else none may be preferred
             ended=np.ones(len(samples), bool),  # otherwise none may be trained on (drop_overlong)
         )
+        if settings.dynamic is None:
+            return longest
+        return longest.with_columns(temperatures=np.ones(longest.mask.shape, np.float32))
 
     def models(self, state: RunState) -> ModelPair:
         """Return policy and drafter in generation's layout."""
