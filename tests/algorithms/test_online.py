@@ -217,11 +217,12 @@ def test_killed_while_sampling_ranking_and_training_it_is_uninterrupted(place, m
         "kl__estimator": "k3",
         "kl__target": 0.0,
         "checkpoint__every": 1,
+        "steps": 4,
     }
     monkeypatch.setattr(resuming, "CHANGES", changes)
     whole = resuming.run(place, "whole", "none", -1)
     assert whole.returncode == 0, whole.stderr
-    for event, number in (("generation", 9), ("inference", 3), ("training", 2)):
+    for event, number in (("generation", 60), ("inference", 8), ("training", 7)):
         killed = resuming.run(place, "killed", event, number)
         assert killed.returncode == -signal.SIGKILL, killed.stderr
     done = resuming.run(place, "killed", "none", -1)

