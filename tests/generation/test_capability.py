@@ -70,7 +70,6 @@ def test_a_run_draws_fewer_samples_of_what_it_has_mastered(tmp_path, one_device)
             evaluation__every=0,
             generation__fewest_samples=2,
             generation__hottest=1.5,
-            generation__resample=1,
         )
     )
     trainer.do_run(config)
