@@ -38,7 +38,7 @@ TESTS: dict[str, str] = {
     "training/experience.py": "losses/test_advantages.py losses/test_shaping.py",
     "losses/kl.py": "losses/test_shaping.py losses/test_policy_losses.py",
     "training/prepare.py": "sources/test_lag.py -k weigh",
-    "sequences/minibatches.py": "sequences/test_batching.py",
+    "sequences/minibatches.py": "sequences/test_batching.py algorithms/test_algorithms.py",
     "training/optimizer.py": "training/test_optimizer.py training/test_update.py",
     "sequences/packing.py": "sequences/test_packing.py laws/test_packed_is_unpacked.py",
     "generation/history.py": "generation/test_history.py",
