@@ -160,7 +160,16 @@ def _overfitted(run: RunRecord) -> Iterator[str]:
 
 
 def _pairs(run: RunRecord) -> Iterator[str]:
-    """Yield warnings of pairs of own answers that are missing, or differ in more than reward."""
+    """Yield warnings of pairs of own answers that are missing, or differ in more than reward.
+
+    Labels of such pairs are missing, too, if the two answers always score alike.
+    """
+    labels = series(run.metrics, "labels/learned").values
+    if len(labels) and labels[-1] == 0:
+        yield (
+            "The reward model has learned from no label: the two answers to a prompt always score"
+            " alike by reward.labels; look whether that function tells answers apart."
+        )
     pairs = series(run.metrics, "preference/pairs").values
     if len(pairs) and (pairs == 0).mean() > FEW_PAIRS:
         yield (

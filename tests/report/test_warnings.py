@@ -182,6 +182,8 @@ def test_a_held_out_loss_that_rises_is_told(tmp_path, last, told):
         ),
         ({"chosen/temperature": 0.7}, ["Chosen and rejected answers differ in temperature: 0.700"]),
         ({"preference/pairs": 0.0}, ["100% of the steps had no two answers of different reward"]),
+        ({"labels/learned": 9.0}, []),
+        ({"labels/learned": 0.0}, ["The reward model has learned from no label: the two answers"]),
     ],
 )
 def test_pairs_that_teach_something_else_are_told(tmp_path, changed, words):
