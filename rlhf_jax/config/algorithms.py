@@ -77,6 +77,8 @@ class Algorithm:
     temperatures: Callable[[Config], tuple[float, ...]] = lambda config: ()
     # whether samples have rewards, whose functions or models a config must then name
     rewarded: bool = True
+    # whether given samples go on to the end of the rendered chat, where a classifier reads them
+    whole_chats: bool = False
     # how a minibatch's losses are summed by default: a name of AGGREGATES
     aggregate: Callable[[Config], str] = lambda config: "token_mean"
     # default learning rate by the number of the policy's weights

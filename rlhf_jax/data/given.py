@@ -36,14 +36,17 @@ def read_given(
     template_arguments: Mapping[str, Any] = {},
     name: str = "data.train",
     label: str = "",
+    whole: bool = False,
+    padding: int | None = None,
 ) -> tuple[Prompts, list[list[Given]]]:
     """Encode the samples in some fields of the rows; drop rows with a sample that is too long.
 
     Returns the remaining prompts, and of each its samples in the fields' order. A text ends with
     the token that the chat template writes after an answer, or without a template with the first of
-    `stop_tokens`. label: the field that labels a row's one sample as desirable. Raises ValueError,
-    which begins with `name`, if a row lacks a sample or label, if two samples of a row or all
-    labels are equal, or if nothing is left.
+    `stop_tokens`. With `whole` it goes on to the last token of the rendered chat other than
+    `padding`, which is where a classifier of sequences is read. label: the field that labels a
+    row's one sample as desirable. Raises ValueError, which begins with `name`, if a row lacks a
+    sample or label, if two samples of a row or all labels are equal, or if nothing is left.
     """
     if not fields:
         return prompts, []
@@ -56,12 +59,15 @@ def read_given(
         where = f"{name}: the row of prompt {prompts.texts[number]!r:.60}"
         samples = []
         for content in contents(row, fields, where):
-            if isinstance(content, str):
+            chat = prompts.messages[number]
+            if whole:
+                one = _whole(tokenizer, chat, content, padding, template_arguments, where)
+                samples.append(one)
+            elif isinstance(content, str):
                 # behind a prompt there is no beginning of a text, and no token for one
                 tokens = [*tokenizer.encode_rendered(content), *end]
                 samples.append(Given(np.array(tokens, np.int32), np.ones(len(tokens), bool)))
             else:
-                chat = prompts.messages[number]
                 samples.append(_turns(tokenizer, chat, content, turn, template_arguments, where))
         signs = _preferences(row, len(fields), label, where)
         samples = [
@@ -133,6 +139,28 @@ def _content(given: Any, field: str, where: str) -> str | list[dict[str, Any]]:
     if not isinstance(given, str) or not given.strip():
         raise ValueError(f"{where} must have a text in its field {field!r}, and has {given!r:.60}.")
     return given
+
+
+def _whole(
+    tokenizer: Tokenizer,
+    prompt: list[dict[str, Any]],
+    content: str | list[dict[str, Any]],
+    padding: int | None,
+    arguments: Mapping[str, Any],
+    where: str,
+) -> Given:
+    """Encode an answer as `rewards.models.RewardModel` reads it: all that follows the prompt."""
+    messages = content
+    if isinstance(content, str):
+        messages = [{"role": "assistant", "content": content}]
+    assert isinstance(messages, list)
+    if tokenizer.template is None:
+        tokens = tokenizer.encode_rendered("".join(one["content"] for one in messages))
+    else:
+        tokens = _turns(tokenizer, prompt, messages, None, arguments, where).tokens.tolist()
+    while tokens and tokens[-1] == padding:
+        tokens.pop()
+    return Given(np.array(tokens, np.int32), np.ones(len(tokens), bool))
 
 
 def _turns(

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_run
 
@@ -15,6 +16,8 @@ from rlhf_jax.data import prompts, rows
 from rlhf_jax.data.given import Given, check_labels, read_given
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.models.files.source import open_source
+from rlhf_jax.rewards.combination import Response
+from rlhf_jax.rewards.models import RewardModel, _conversation
 
 USER = {"role": "user", "content": "Say a"}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -161,3 +164,32 @@ def test_labels_of_one_kind_are_refused(tokenizer, tmp_path):
     )
     with pytest.raises(ValueError, match="the same 'label' in every row; learning from labels"):
         check_labels(given, "label", "data.train")
+
+
+@pytest.mark.parametrize(
+    ("template", "padding"),
+    [(CHATML, None), (CHATML.replace("\\n", ""), None), (CHATML, 10), (None, None)],
+)
+def test_a_reward_model_learns_at_the_token_where_it_is_read(
+    tokenizer, tmp_path, template, padding
+):
+    tokenizer = dataclasses.replace(tokenizer, template=template)
+    row = {"prompt": "Hi", "chosen": "Good day!", "rejected": "No."}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    asked = prompts.tokenize(rows.read(tmp_path / "rows.jsonl"), tokenizer, "", 100)
+    kept, ((chosen, _),) = read_given(
+        asked,
+        ["chosen", "rejected"],
+        tokenizer,
+        (1,),
+        max_response_tokens=200,
+        whole=True,
+        padding=padding,
+    )
+    folder = tiny_run.make_model(tmp_path / "judge", scalar_head=True, tied=False)
+    source = dataclasses.replace(open_source(folder), tokenizer=tokenizer)
+    model = RewardModel(source, source.load(np.float32), rows=1)
+    model.__dict__["padding"] = padding
+    response = Response("Hi", asked.messages[0], {}, row["chosen"])
+    assert [*kept.tokens[0].tolist(), *chosen.tokens.tolist()] == _conversation(model, response)
+    assert chosen.learned.all()
