@@ -32,7 +32,7 @@ def get_config(workdir):
     config.workdir = workdir
     config.model.path = "tiny" if stage == "sft" else f"{root}/sft/policy"
     config.data.train = config.data.eval = "rows.py:rows"
-    config.data.update(rows_per_step=4, max_response_tokens=12, max_prompt_tokens=24)
+    config.data.update(rows_per_step=4, max_response_tokens=24, max_prompt_tokens=24)
     config.evaluation.update(every=4, samples_per_prompt=2)
     config.training.update(learning_rate=1e-2, microbatch_rows=8)
     config.checkpoint.every = 1

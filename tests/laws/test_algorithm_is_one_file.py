@@ -86,7 +86,7 @@ def words(tmp_path):
             "algorithm__name": named(algorithm),
             "data__train": tmp_path / "rows.jsonl",
             "data__rows_per_step": 4,
-            "data__max_response_tokens": 12,
+            "data__max_response_tokens": 24,
             "evaluation__every": 0,
             "reward__functions": "()",
             "critic__learning_rate": 1e-2,
