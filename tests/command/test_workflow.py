@@ -230,7 +230,7 @@ def test_the_shipped_workflow_runs_with_few_steps(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_shipped_workflow_pleases_a_judge_that_nothing_learned_from(tmp_path, seed):
-    """On every seed, over its SFT model: the figures are in benchmarks/results/workflow.jsonl."""
+    """On every seed, over its SFT model."""
     document = shipped(tmp_path, f"--seeds={seed}")
     rate = document["wins"]["grpo over sft"]["judge"]
     assert rate["share"] >= 0.65 and rate["low"] > 0.5
