@@ -70,6 +70,5 @@ REWARD_MODEL = Algorithm(
     prepare=whole_texts,
     options=RewardModelOptions,
     given=("chosen", "rejected"),
-    whole_chats=True,
     learning_rate=rate_by_pairs,
 )

@@ -77,8 +77,6 @@ class Algorithm:
     temperatures: Callable[[Config], tuple[float, ...]] = lambda config: ()
     # whether samples have rewards, whose functions or models a config must then name
     rewarded: bool = True
-    # whether given samples go on to the end of the rendered chat, where a classifier reads them
-    whole_chats: bool = False
     # how a minibatch's losses are summed by default: a name of AGGREGATES
     aggregate: Callable[[Config], str] = lambda config: "token_mean"
     # default learning rate by the number of the policy's weights
@@ -96,6 +94,11 @@ class Algorithm:
     def given_per_row(self) -> int:
         """Return the number of samples of a row; 0 if the policy generates them."""
         return 2 if self.label else len(self.given)
+
+    @property
+    def rates_chats(self) -> bool:
+        """Return whether it makes classifiers alone, which are read at the end of a given chat."""
+        return bool(self.given) and "policy" not in self.losses
 
     def fields(self) -> tuple[dataclasses.Field, ...]:
         """Return the fields of the options."""

@@ -254,7 +254,7 @@ def _read_samples(
         config.data.template_arguments.to_dict(),
         name=name,
         label=algorithm_of(config).label,
-        whole=algorithm_of(config).whole_chats and not config.data.raw,
+        whole=algorithm_of(config).rates_chats and not config.data.raw,
         padding=policy.repeated.get("config.json", {}).get("pad_token_id"),
     )
 
