@@ -84,7 +84,7 @@ TINY = Sizes(
     kernel_repeats=1,
     law_shapes=("smollm2_135m",),
     law_rows=1,
-    law_tests="gpu and not slow",
+    law_tests="gpu and not slow and not long",
     chip_model=_TINY,
     texts=Batch(samples=4, prompt_tokens=8, new_tokens=8, repeats=1),
     decoding=Batch(samples=4, prompt_tokens=8, new_tokens=8, repeats=1),

@@ -60,7 +60,6 @@ def fewer_processes(monkeypatch):
     monkeypatch.setattr(laws, "TESTS", {"commit": laws.TESTS["commit"]})
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_every_part_has_figures_and_the_next_start_has_nothing_to_do(tmp_path, fewer_processes):
     out = tmp_path / "results.json"

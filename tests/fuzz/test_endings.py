@@ -145,7 +145,6 @@ def test_numbers_have_names_that_hide_nothing(names):
     assert not any(f"{name}/failed" in found for name in found)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("form", Form)
 def test_more_endings_are_results_that_travel(form):

@@ -59,7 +59,6 @@ def test_damage_is_a_sentence_or_what_the_format_says(name, whole, judge):
     fuzz(name, whole[name].read_bytes(), judge, 8 if name in SLOWLY_READ else 25)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("name", FILES)
 def test_more_damage_is_a_sentence_or_what_the_format_says(name, whole, judge):

@@ -132,7 +132,7 @@ def earlier(target):
     "sampling",
     [
         Sampling(1.0),
-        pytest.param(Sampling(0.0), marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param(Sampling(0.0), marks=pytest.mark.long),
         pytest.param(Sampling(0.7, top_k=20), marks=pytest.mark.slow),
     ],
     ids=str,
@@ -165,7 +165,6 @@ def test_a_changed_policy_replays_most_of_its_earlier_text(target, earlier):
     assert sum(report.tokens for report in other) / sum(report.live for report in other) < 1.5
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_rounds_are_packed_where_half_of_the_texts_stray(target, earlier):
     """Verifying costs here, and of the samples that wait for rows half have an earlier text of

@@ -58,7 +58,7 @@ def test_what_cannot_be_compiled_ahead_is_said_and_left_to_the_phase():
 
 
 def seldom(*values):
-    return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.long])
+    return pytest.param(*values, marks=pytest.mark.long)
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,6 @@ def test_text_is_the_same_with_the_kernels_on_a_mesh(target, drafter, sampling):
     assert_equal(target, run(policy, student, how, layout=layout), plain, how)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_the_benchmark_times_what_there_is_and_says_what_is_not():
     asked = "--shapes smollm2_135m --rows 1 --nodes 3 --slots 128 --dtype float32 --repeats 1"

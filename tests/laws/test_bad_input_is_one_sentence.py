@@ -191,14 +191,14 @@ def test_a_disk_that_fills_up_at_any_place_is_one_sentence(kilobytes, place, cap
 OF_WORKDIR = [
     name for name in CASES if name.startswith(("checkpoint", "workdir", "rows", "metrics"))
 ]
-SELDOM = [pytest.mark.slow, pytest.mark.long]
+SELDOM = (pytest.mark.slow, pytest.mark.long)
 DRY = [name for name, case in CASES.items() if case.program == "train" and case.found < WORK]
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name in OF_WORKDIR else SELDOM[: 1 + bool(index % 4)])
+        pytest.param(name, marks=[] if name in OF_WORKDIR else SELDOM[bool(index % 4)])
         for index, name in enumerate(DRY)
         if name != "disk full at the start"  # which only writing tells
     ],

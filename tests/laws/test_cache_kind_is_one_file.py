@@ -147,7 +147,7 @@ class NarrowCache(ContiguousCache):
         return NarrowCache(super().rows_out(rows, slots).layers)
 
 
-LIKE_OTHERS = [pytest.mark.slow, pytest.mark.long]
+LIKE_OTHERS = pytest.mark.long
 
 
 @pytest.fixture(autouse=True)

@@ -70,7 +70,6 @@ def test_two_processes_under_a_plan_take_the_steps_of_one_mesh(place, one_mesh, 
     assert "lookup-chain-2" in told and told.count("critic_training") >= 2
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("apart", [(), ("critic_training",)], ids=["swapped", "policy and critic"])
 def test_any_process_may_have_any_call(place, apart):
@@ -83,7 +82,6 @@ def test_any_process_may_have_any_call(place, apart):
     check_steps(place / f"{name}-alone", place / name)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_kill_while_samples_are_drawn_ahead_elsewhere_changes_nothing(place, ranks):

@@ -39,7 +39,7 @@ CASES = [
     *(slow(name, SAMPLED) for name in (*BRANCHED, *CHAINS)),
     ("model-chain-3", GREEDY),
     *(slow(name, GREEDY) for name in (*CORE, *BRANCHED) if name != "model-chain-3"),
-    *(pytest.param(name, GREEDY, marks=[pytest.mark.slow, pytest.mark.long]) for name in CHAINS),
+    *(pytest.param(name, GREEDY, marks=pytest.mark.long) for name in CHAINS),
 ]
 
 
@@ -254,7 +254,6 @@ def test_a_real_models_greedy_text_is_that_of_transformers(smollm2, strategy):
     assert_equal(target, samples, theirs, how)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_real_models_sampled_text_is_plain_text(smollm2):
     target, drafter = _real(smollm2)

@@ -184,7 +184,6 @@ def test_a_killed_run_goes_on_with_the_same_file_or_is_allowed_another(tmp_path)
     assert [row["step"] for row in heard] == list(range(len(heard)))
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_drafter_is_chosen_where_it_pays(tmp_path):
     """At a low temperature a small model repeats itself: this drafter foresees it, and so does

@@ -152,8 +152,7 @@ def test_the_exact_expectation_is_what_sampling_converges_to():
 
 
 @pytest.mark.parametrize(
-    "seed",
-    [0, *(pytest.param(seed, marks=[pytest.mark.slow, pytest.mark.long]) for seed in (1, 2))],
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))]
 )
 @pytest.mark.parametrize("name", ["gae", "grpo", "rloo", "reinforce++"])
 def test_the_optimum_is_learnt(name, seed):

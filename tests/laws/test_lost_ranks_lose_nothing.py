@@ -72,7 +72,6 @@ def test_a_rank_killed_at_ten_moments_ends_the_other_and_loses_nothing(index, pl
         assert value == left[part] or not (exact or part == "samples.jsonl"), part
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_stopped_for_longer_than_the_heartbeat_is_lost_and_knows_it(rank, place):

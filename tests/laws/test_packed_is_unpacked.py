@@ -75,7 +75,7 @@ def add(one, other):
         pytest.param((1, 4, 1), "policy", marks=pytest.mark.slow),
         pytest.param((2, 2, 2), "critic", marks=pytest.mark.slow),
         *(
-            pytest.param(shape, kind, marks=[pytest.mark.slow, pytest.mark.long])
+            pytest.param(shape, kind, marks=pytest.mark.long)
             for shape, kind in (
                 (None, "top_k"),
                 (None, "critic"),

@@ -70,7 +70,6 @@ def test_a_run_with_pipelines_is_the_run_without(run, feature):
     assert seen == wanted
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_run_whose_critic_has_two_copies_is_the_run_without_pipelines(run):
     """The policy has four stages of a layer, and each copy of a critic of two layers has two."""
@@ -92,7 +91,6 @@ def test_a_run_whose_critic_has_two_copies_is_the_run_without_pipelines(run):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 def test_a_plan_file_has_pipelines_beside_samples_drawn_ahead(run, tmp_path, algorithm):
@@ -121,7 +119,6 @@ def test_a_plan_file_has_pipelines_beside_samples_drawn_ahead(run, tmp_path, alg
             assert step[key] == pytest.approx(other[key], rel=1e-4, abs=1e-5), key
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("copies", [False, pytest.param(True, id="a copy of the critic each")])
 def test_two_processes_with_stages_of_their_own_take_the_steps_of_one(place, copies):
@@ -136,7 +133,6 @@ def test_two_processes_with_stages_of_their_own_take_the_steps_of_one(place, cop
     check_steps(place / "whole", place / "pipelined")
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(("event", "number"), [("unfinished", 1), ("training", 12)])
 def test_killed_with_pipelines_and_resumed_is_uninterrupted(event, number, tmp_path, monkeypatch):
@@ -144,7 +140,6 @@ def test_killed_with_pipelines_and_resumed_is_uninterrupted(event, number, tmp_p
     resuming.check_killed_and_resumed(tmp_path, monkeypatch, RESUMED, (event, number))
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_run_goes_on_with_another_number_of_slices(run):
     """From four stages to two, of a model of four layers."""

@@ -125,7 +125,6 @@ FEATURES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_feature_gives_its_text_under_every_plan(feature, run, folder, tmp_path):
@@ -149,7 +148,6 @@ def test_a_feature_gives_its_text_under_every_plan(feature, run, folder, tmp_pat
             assert own[-1][key] == pytest.approx(metrics[-1][key], rel=1e-4, abs=1e-5), (plan, key)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_models_that_wait_on_the_host_change_nothing(run):
     """Reference and reward model leave the devices between steps, and come back as they were."""

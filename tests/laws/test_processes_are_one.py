@@ -274,7 +274,6 @@ def test_a_rank_that_is_asked_to_stop_stops_all(rank, place, whole):
     check_resumed(place, name, whole)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_one_that_shares_a_slice_is_asked_to_stop_and_both_do_between_two_rounds(place):
     with launched(

@@ -188,7 +188,6 @@ def small_requests() -> list[Request]:
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_model_whose_every_axis_is_split_writes_what_it_writes_whole(small):
     """Under each law the plain text of tensor 1 is that of 2 and 4, plain or drafted."""
@@ -212,7 +211,6 @@ def test_a_model_whose_every_axis_is_split_writes_what_it_writes_whole(small):
     tally.check(10_000)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(1.0, top_k=50, top_p=0.9)], ids=str)
 def test_a_real_model_whose_heads_stay_whole_writes_what_it_writes_whole(smollm2, sampling):

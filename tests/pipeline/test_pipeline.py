@@ -128,7 +128,6 @@ def test_a_limit_of_memory_costs_little(name, limit, most):
     assert schedule.peak.max() <= limit * INSTANCES[name].authors_peak * (1 + RELATIVE_ERROR)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
 def test_all_instances_are_near_the_bound_within_the_authors_memory(seed):
@@ -154,7 +153,6 @@ def test_instances_drawn_at_random_are_near_the_bound():
     assert (ratios == 0).sum() >= 8 and np.quantile(ratios, 0.9) <= 0.03
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_hundred_instances_drawn_at_random_are_near_the_bound():
     """In less than two seconds of the CPU each, as the benchmark prints."""

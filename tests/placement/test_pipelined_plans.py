@@ -78,7 +78,6 @@ def found() -> Searched:
     return search_plans(config, run)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_pipelines_are_found_at_256_tokens_a_gpu_and_a_slow_network(found, tmp_path):
     compared = found.trainings
@@ -106,7 +105,6 @@ def test_pipelines_are_found_at_256_tokens_a_gpu_and_a_slow_network(found, tmp_p
     assert prices.price("plan", prices.named_plan(str(path), again.plan)).step == best.step
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_faster_network_is_for_fsdp():
     config, run = planned(devices=NODES, network=400)
@@ -339,7 +337,6 @@ def test_few_micro_batches_are_warned_of(capsys):
     assert "bubbles" in told and "2 micro-batches in a minibatch for 8 stages" in told
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_search_says_when_pipelines_win_and_by_how_much(found, capsys):
     print_search(found, [])
@@ -355,7 +352,6 @@ def test_a_search_says_when_pipelines_win_and_by_how_much(found, capsys):
     assert "of pipelines: those of both models cut alike" in told and "not measured" in told
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_mesh_of_pipelines_stands_beside_the_best_plan_without():
     changes = {"model.path": "meta-llama/Llama-3.2-1B", "drafter.path": ""}

@@ -184,7 +184,6 @@ def test_every_pair_of_layouts_is_counted_at_its_least(config):
         assert counted.needed <= counted.received <= 1.1 * counted.needed
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("config", [CONFIG, ODD], ids=["even", "odd"])
 def test_every_pair_of_layouts_moves_its_least(config, moved_bytes):

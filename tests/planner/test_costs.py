@@ -114,10 +114,7 @@ def assert_near(at: Target, platform: str, shape: tuple[int, ...]) -> None:
             for place, one in enumerate(SHARDINGS[1:])
         ),
         pytest.param(SHARDINGS[1], "off", marks=pytest.mark.slow),
-        *(
-            pytest.param(one, "off", marks=[pytest.mark.slow, pytest.mark.long])
-            for one in SHARDINGS[2:6]
-        ),
+        *(pytest.param(one, "off", marks=pytest.mark.long) for one in SHARDINGS[2:6]),
     ],
 )
 def test_a_sharding_sends_what_the_formula_says(shape, remat):

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.plans import RESPONSES, case, config_of
 
 RECORDED = json.loads(Path("benchmarks/results/plans.json").read_text())
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
 def recorded(part: str, **wanted):

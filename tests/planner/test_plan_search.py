@@ -123,7 +123,6 @@ def test_each_plan_computes_layers_again_only_where_it_must():
     assert steps["colocated"] > plans["colocated"].step
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_slower_network_between_nodes_makes_plans_longer():
     config = config_of("grpo_llama31_8b:gpu")
@@ -172,7 +171,6 @@ def test_devices_that_are_no_power_of_two_are_searched_and_too_much_memory_is_ma
     assert "gain        no plan of this kind is shorter" in said  # nothing else fits
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_what_the_config_names_changes_no_other_plan(tmp_path):
     asked = searched("ppo_llama31_8b:tpu", "v5p:4x4x4")

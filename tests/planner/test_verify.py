@@ -191,7 +191,6 @@ CPU = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("shapes", [SHAPES[::3], SHAPES], ids=["two", "all"])
 def test_calls_are_ranked_as_the_cpu_seconds_that_they_take(shapes):
@@ -227,7 +226,6 @@ WHOLE = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.usefixtures("uncached")
 @pytest.mark.parametrize(("config", "devices", "changes", "search"), WHOLE)

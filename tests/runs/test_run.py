@@ -178,7 +178,7 @@ def test_top_k_is_renormalised_in_training(arguments, tmp_path, one_device):
 @pytest.mark.parametrize(
     "estimator",
     [
-        pytest.param(name, marks=[] if name in ("gae", "rloo") else [pytest.mark.slow, pytest.mark.long])
+        pytest.param(name, marks=[] if name in ("gae", "rloo") else pytest.mark.long)
         for name in ESTIMATORS
     ],
 )

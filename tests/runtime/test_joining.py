@@ -61,7 +61,7 @@ def test_words_of_others_are_ignored_with_a_sentence():
 
 @pytest.mark.parametrize(
     "keys",
-    [pytest.param(("one" * 11, "two" * 11), marks=[pytest.mark.slow, pytest.mark.long]), ("", "")],
+    [pytest.param(("one" * 11, "two" * 11), marks=pytest.mark.long), ("", "")],
     ids=["unlike", "none"],
 )
 def test_processes_without_one_key_end_with_a_sentence(keys):

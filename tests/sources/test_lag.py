@@ -262,7 +262,6 @@ def test_samples_are_one_update_behind_and_replayed(run):
     assert alone == [row["response"] for row in samples if row["step"] == 2]
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_three_quarters_train_as_one_half_does(run):
     """The texts are equal and losses within rounding, samples drawn ahead on the other quarter."""
@@ -360,7 +359,6 @@ def test_killed_with_samples_ahead_and_resumed_is_uninterrupted(index, place, wh
     resuming.kill_and_resume(place, f"moment-{index}", moments(10)[index], whole)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_signal_ends_the_run_once_the_samples_beside_are_there(place, whole):
     stopped = resuming.run(place, "stopped", "training:SIGHUP", 7)

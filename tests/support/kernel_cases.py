@@ -30,8 +30,9 @@ def few(cases: Iterable[tuple], name: int) -> list:
     """Parameters for a compiler that knows no small shapes: what is neither of the fast shapes, by
     the name at that place of a case, is for before a release.
     """
-    slow = (pytest.mark.slow, pytest.mark.long)
-    return [pytest.param(*case, marks=() if case[name] in FAST else slow) for case in cases]
+    return [
+        pytest.param(*case, marks=() if case[name] in FAST else pytest.mark.long) for case in cases
+    ]
 
 
 def reduced(shape: Shape) -> Shape:

@@ -281,7 +281,6 @@ def leaves_of(workdir, step: int) -> dict:
     return json.loads(document.read_text())["leaves"]
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_student_is_kept_current_and_goes_on_bit_for_bit(place):
     whole, said = run(place, "whole", **ONLINE, steps=3)

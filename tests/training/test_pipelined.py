@@ -115,11 +115,7 @@ def assert_near(found: list[Gradient], wanted: list[Gradient], share: float):
 
 
 @pytest.mark.parametrize(
-    "sizes",
-    [
-        SIZES[0],
-        *(pytest.param(sizes, marks=[pytest.mark.slow, pytest.mark.long]) for sizes in SIZES[1:]),
-    ],
+    "sizes", [SIZES[0], *(pytest.param(sizes, marks=pytest.mark.long) for sizes in SIZES[1:])]
 )
 def test_gradients_are_those_without_pipelines_in_every_schedule(deep, sizes):
     if sizes == SIZES[1]:
@@ -346,7 +342,6 @@ def test_stages_are_measured_where_runs_need_not_repeat_themselves(deep):
 
 
 @needs_libtpu
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.usefixtures("uncached")
 @pytest.mark.parametrize("call", ["policy_training", "critic_training"])

@@ -247,7 +247,6 @@ def test_known_lengths_gain_what_they_can(tmp_path, samples, gain, fused):
     assert found["static_unfused_to_ours_fused"] >= 1.2 and found["unfused_to_fused"] >= fused
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_half_known_lengths_gain_where_samples_wait(tmp_path):
     assert measured(tmp_path, 128, "noisy:0.5")["static_to_ours"] >= 1.15

@@ -121,9 +121,7 @@ def test_noise_is_exact_at_its_ends():
 # Laws
 
 
-@pytest.mark.parametrize(
-    "vocabulary", [700, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.long])]
-)
+@pytest.mark.parametrize("vocabulary", [700, pytest.param(1000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("sampling", LAWS, ids=str)
 def test_draws_follow_the_law(sampling, vocabulary):
     logits = logits_of(vocabulary)
