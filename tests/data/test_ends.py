@@ -143,6 +143,7 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_prints_what_ends_a_text_and_stops_at_special_tokens(tmp_path, monkeypatch, capsys):
     """Of 320 tokens 88 end a response of up to 12; without stop strings 25 do."""
     first = jax.devices()[:1]

@@ -128,12 +128,13 @@ def earlier(target):
     return texts_of(run(moved(target, 3e-4), None, plain, requests()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling",
     [
         Sampling(1.0),
         pytest.param(Sampling(0.0), marks=pytest.mark.long),
-        pytest.param(Sampling(0.7, top_k=20), marks=pytest.mark.slow),
+        pytest.param(Sampling(0.7, top_k=20), marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -196,9 +197,8 @@ def test_rounds_are_packed_where_half_of_the_texts_stray(target, earlier):
     )
 
 
-@pytest.mark.parametrize(
-    "meshed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["alone", "mesh"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("meshed", [False, True], ids=["alone", "mesh"])
 def test_a_switch_compiles_nothing(target, drafter, earlier, meshed, compilations):
     """What is not compiled is not used; when it is, a whole run with all switches compiles nothing
     more.
@@ -340,6 +340,7 @@ class LastTokenDrafter(SearchDrafter):
         return Found(tokens, jnp.full(len(last), 2, jnp.int8))
 
 
+@pytest.mark.slow
 def test_a_drafter_that_is_registered_is_chosen_among_the_others(target, monkeypatch):
     """It is observed by looking back and by its drafts, and the text stays plain text."""
     monkeypatch.setitem(protocol.DRAFTERS, "toy", LastTokenDrafter())

@@ -7,6 +7,7 @@ from __future__ import annotations
 import runpy
 
 import numpy as np
+import pytest
 import tiny_run
 from places import ROOT
 from tiny_run import lines
@@ -22,6 +23,7 @@ from rlhf_jax.generation.strategy.select import Selector
 launch = runpy.run_path(str(ROOT / "launch" / "train.py"), run_name="launch")
 
 
+@pytest.mark.slow
 def test_noise_that_training_repeats_is_replayed(tmp_path, one_device):
     """Eight prompts, four a step: from the third step on two of each one's four samples repeat
     earlier noise.
@@ -58,6 +60,7 @@ class Counting(Selector):
         return choice
 
 
+@pytest.mark.slow
 def test_probes_of_a_real_stage_cost_no_more_than_one_per_cent(target, drafter):
     """A draft model that nobody has had read a text is known by probes alone."""
     choices = candidates.build(map(trees.parse, ("plain", "lookup-chain-2", "model-chain-2")))

@@ -78,6 +78,7 @@ def test_a_request_refuses_a_temperature_that_is_none(temperature):
         Request(np.arange(3, dtype=np.int32), (0,), 4, temperature=temperature)
 
 
+@pytest.mark.slow
 def test_a_perfect_drafter_is_always_accepted(target):
     reports = []
     how = decoding("model-chain-4", stop_tokens=())
@@ -112,6 +113,7 @@ def test_a_prompt_that_does_not_fit_is_refused_in_one_sentence(target):
         list(generate(target, None, [Request(np.zeros(60, np.int32), (0,), 10)], decoding()))
 
 
+@pytest.mark.slow
 def test_rows_shrink_in_the_tail_and_are_refilled_before(target):
     reports = []
     wanted = [Request(np.arange(4, dtype=np.int32), (i,), 3 + 4 * i) for i in range(12)]
@@ -136,6 +138,7 @@ def test_samples_of_a_prompt_prefill_it_once(target, monkeypatch):
     assert calls == [(1, 32)]
 
 
+@pytest.mark.slow
 def test_a_finished_row_is_a_no_op(target, drafter):
     """However long a done row stays in the batch, its tokens and length stand still."""
     state = _state(target, drafter, rows=3)
@@ -164,6 +167,7 @@ def test_a_moved_sample_is_the_unmoved_sample(target, drafter):
         np.testing.assert_array_equal(state.tokens[old], moved.tokens[new])
 
 
+@pytest.mark.slow
 def test_a_draft_model_catches_up_after_rounds_without_it(target):
     """Switching at random loses no acceptance: a perfect drafter is accepted whole whenever it is
     asked.
@@ -195,6 +199,7 @@ def test_lookup_follows_the_longest_match_and_then_others(target):
         assert propose(LOOKUP, state, alone, trees.parse(name)).drafts[0].tolist() == drafts
 
 
+@pytest.mark.slow
 def test_the_donated_cache_is_not_copied(target):
     """The compiled round writes the cache in place: no copy of its shape, and every leaf of the
     state aliased.

@@ -66,7 +66,7 @@ def seldom(*values):
     [
         ("plain", True),
         ("plain lookup-chain-2", False),
-        ("model-chain-2", True),
+        pytest.param("model-chain-2", True, marks=pytest.mark.slow),
         seldom("plain", False),
         seldom("plain lookup-chain-2", True),
         seldom("model-chain-2", False),

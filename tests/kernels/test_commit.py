@@ -129,6 +129,7 @@ def test_heads_of_sixteen_are_for_a_tpu():
         gpu.commit(*inputs)
 
 
+@pytest.mark.slow
 def test_layers_that_do_not_fit_go_one_after_another(monkeypatch):
     monkeypatch.setattr(tpu, "BUFFER_BYTES", 2**16)
     inputs = problem((126, 60), entries=5, layers=2, groups=1)

@@ -215,7 +215,7 @@ def keys(seed: int, count: int) -> tuple[jax.Array, jax.Array]:
     [
         (Sampling(0.8), 4),
         (Sampling(0.0), 1),
-        pytest.param(Sampling(0.8), 100, marks=pytest.mark.slow),
+        pytest.param(Sampling(0.8), 100, marks=pytest.mark.long),
     ],
     ids=str,
 )

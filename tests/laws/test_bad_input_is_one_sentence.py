@@ -278,6 +278,7 @@ def test_a_batch_that_is_not_finite_is_kept(place, capsys):
     assert [line["step"] for line in lines(place.run / "metrics.jsonl")] == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_reward_that_sometimes_fails_stops_nothing(place, capsys):
     """It raises, hangs, gives NaN and ends its process, each for some answers: they are counted."""
     reward = f"{place.home}/rewards.py:sometimes"

@@ -105,6 +105,7 @@ def test_a_kill_while_samples_are_drawn_ahead_elsewhere_changes_nothing(place, r
         np.testing.assert_array_equal(weights[1][name], weight)
 
 
+@pytest.mark.slow
 def test_a_plan_that_cuts_a_process_is_refused(place):
     plan = place / "cut.json"
     write_plan(plan, ())

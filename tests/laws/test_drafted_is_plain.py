@@ -58,8 +58,9 @@ def test_speculative_text_is_plain_text(target, drafter, strategy, sampling, pla
     assert_equal(target, run(target, drafter, how), plain, how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "sampling", [Sampling(0.7, top_k=20), slow(Sampling(1.0, top_p=0.8))], ids=["top_k", "top_p"]
+    "sampling", [Sampling(0.7, top_k=20), Sampling(1.0, top_p=0.8)], ids=["top_k", "top_p"]
 )
 def test_truncated_sampling_is_replayable_too(target, drafter, sampling, plain_text):
     plain = plain_text(sampling)
@@ -128,6 +129,7 @@ def test_samples_of_a_request_have_temperatures_of_their_own(target, drafter, pl
     assert len({len(request.sample_ids) for request in asked} - {1}) >= 1
 
 
+@pytest.mark.slow
 def test_other_temperatures_need_no_other_program(target, drafter, compilations):
     for strategy, rule in (("plain", "replayable"), ("model-tree-2x2", "rejection")):
         run(target, drafter, decoding(strategy, acceptance=rule))
@@ -158,10 +160,9 @@ def test_logprobs_are_those_of_the_sampled_law(target, drafter, rule, sampling):
     "strategy",
     [
         "plain",
-        "model-tree-3x2",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("model-chain-2", "lookup-chain-2")
+            for name in ("model-tree-3x2", "model-chain-2", "lookup-chain-2")
         ),
     ],
 )

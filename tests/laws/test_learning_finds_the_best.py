@@ -161,8 +161,8 @@ def test_the_optimum_is_learnt(name, seed):
     assert seen[-1] >= 0.95, seen
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gae", pytest.param("grpo", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gae", "grpo"])
 def test_one_step_off_policy_learns_about_as_fast(name, monkeypatch):
     """The median of five seeds reaches 95 % of the optimum within 1.2 times the steps.
 

@@ -41,9 +41,8 @@ def alone(target):
     return texts(roll_out(target, None, decoding(max_rows=24)))
 
 
-@pytest.mark.parametrize(
-    "strategy", ["plain", pytest.param("model-chain-3", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["plain", "model-chain-3"])
 def test_two_slices_write_what_one_writes(target, drafter, alone, strategy):
     reports = []
     found = roll_out(target, drafter, decoding(strategy), slices(2), observe=reports.append)
@@ -95,6 +94,7 @@ def test_samples_may_move_on_while_their_rounds_are_in_flight(target, monkeypatc
     assert shuffled.moves > 100
 
 
+@pytest.mark.slow
 def test_a_slice_that_decodes_nothing_more_scores_what_is_finished(target):
     layout = slices(2)
     policy = over(layout, target)

@@ -126,7 +126,7 @@ def test_two_processes_take_the_step_of_one(changes, place, alone, kernels_are_i
     check_alike(alone(**changes), place / name)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_slices_of_two_processes_score_beside_generation_and_leave_the_step_of_one(place, alone):
     code, _, errors = two(
         place,
@@ -153,6 +153,7 @@ def test_a_slice_of_two_processes_scores_what_it_ended_while_others_decode(kerne
     assert 0 not in codes, errors
 
 
+@pytest.mark.slow
 def test_what_processes_cannot_do_together_is_refused_once(place):
     fused = {"mesh__fsdp": -1, "generation__fuse_inference": True, "compilation_cache": ""}
     code, out, errors = two(place, "refused", **fused)
@@ -241,8 +242,8 @@ def check_resumed(place: Path, name: str, whole: dict) -> None:
         assert value == whole[part], part
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_dies_ends_the_others_and_loses_nothing(rank, place, whole):
     name = f"killed-{rank}"
     with launched(place, name, **WHOLE) as process:

@@ -169,6 +169,7 @@ def test_a_second_critic_learns_as_the_first(read):
     assert not {"critic", "judge"} & {path.name for path in opened.workdir.iterdir()}
 
 
+@pytest.mark.slow
 def test_a_judge_that_is_all_that_learns_is_what_the_run_leaves(read, tmp_path, capsys):
     rater = tiny_run.make_model(tmp_path / "rater", seed=3, tied=False, scalar_head=True)
     state, opened = trainer.do_run(read(own("JUDGE_ALONE"), critic__path=rater))

@@ -116,7 +116,11 @@ def test_a_faster_network_is_for_fsdp():
 
 
 @pytest.mark.parametrize(
-    ("name", "devices"), [("ppo_llama31_8b:tpu", "v5p:4x4x4"), ("ppo_llama31_8b:gpu", "gpu:8:h100")]
+    ("name", "devices"),
+    [
+        pytest.param("ppo_llama31_8b:tpu", "v5p:4x4x4", marks=pytest.mark.slow),
+        ("ppo_llama31_8b:gpu", "gpu:8:h100"),
+    ],
 )
 def test_pipelines_are_left_out_where_links_join_all_chips_unless_nothing_else_fits(name, devices):
     config = config_of(name=name)
@@ -374,6 +378,7 @@ def test_pipelines_are_found_on_one_node_if_nothing_else_fits(monkeypatch):
     assert "or where nothing else fits" in said and not named
 
 
+@pytest.mark.slow
 def test_samples_are_drawn_ahead_of_pipelines_on_devices_of_their_own():
     config, run = planned({"training.epochs": 1, "training.lag": 1})
     pipelines = best_pipelined(PlanPrices.of(config, run, 1)).priced

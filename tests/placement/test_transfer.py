@@ -366,6 +366,7 @@ def test_weights_are_cast_on_the_way():
     assert half.received * 2 == wide.received
 
 
+@pytest.mark.slow
 def test_one_program_serves_all_layers_and_steps(compilations):
     source, _ = PAIRS[4]
     layout = lay_out((1, 1, 1, 4), "generation", jax.devices()[4:])

@@ -48,7 +48,7 @@ def searched(name: str, devices: str, lag: int = 0, **changes):
     ("name", "devices"),
     [
         ("ppo_llama31_8b:tpu", "v5p:4x4x4"),
-        ("grpo_llama31_8b:gpu", "gpu:8x8:h100"),
+        pytest.param("grpo_llama31_8b:gpu", "gpu:8x8:h100", marks=pytest.mark.slow),
         ("grpo_llama31_8b:tpu", "v5p:2x2x2"),
     ],
 )
@@ -65,6 +65,7 @@ def test_the_plan_that_is_found_is_proved_and_better_than_what_is_known(name, de
     assert found.gigabytes <= parse_hardware(devices).gigabytes
 
 
+@pytest.mark.slow
 def test_samples_drawn_ahead_are_searched_beside_the_best_plan_without():
     asked = searched("ppo_llama31_8b:tpu", "v5p:4x4x4", lag=1, **LONGER)
     plans = {plan.name: plan for plan in asked.plans}
@@ -83,6 +84,7 @@ def test_samples_drawn_ahead_are_searched_beside_the_best_plan_without():
     assert why_not(plans["synchronous"], found).endswith("as all else waits for generation")
 
 
+@pytest.mark.slow
 def test_three_quarters_train_what_a_quarter_draws_ahead(tmp_path):
     """Where half of the devices would be too few to train on; the plan is one that a file holds."""
     asked = searched("ppo_llama31_8b:tpu", "v5p:4x4x4", lag=1, **LONGER)
@@ -103,6 +105,7 @@ def test_three_quarters_train_what_a_quarter_draws_ahead(tmp_path):
         plan_run(config, parse_hardware("v5p:4x4x4"))
 
 
+@pytest.mark.slow
 def test_old_log_probabilities_are_a_call_of_their_own_where_samples_are_drawn_ahead():
     one_step = {"training.epochs": 1, "training.minibatches": 1}
     asked = searched("grpo_llama31_8b:tpu", "v5p:4x4x4", lag=1, **one_step)
@@ -112,6 +115,7 @@ def test_old_log_probabilities_are_a_call_of_their_own_where_samples_are_drawn_a
     assert why_not(plans["mesh"], plans["found"])
 
 
+@pytest.mark.slow
 def test_each_plan_computes_layers_again_only_where_it_must():
     long: dict[str, Any] = {"generation.max_new_tokens": 16384, "generation.max_rows": 128}
     plans = {one.name: one for one in searched("ppo_llama31_8b:tpu", "v5p:4x4x4", **long).plans}

@@ -74,6 +74,7 @@ def test_more_failures_than_allowed_end_the_run_before_it_learns(run, tmp_path, 
     assert [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [0]
 
 
+@pytest.mark.slow
 def test_minibatches_that_are_skipped_in_a_row_end_a_run_and_are_remembered(run, tmp_path, capsys):
     """Two of them, over a resume; the weights stay as they were."""
     changes = {"algorithm__loss": f"{tmp_path}/code.py:broken", "training__max_skipped": 2}
@@ -91,6 +92,7 @@ def test_minibatches_that_are_skipped_in_a_row_end_a_run_and_are_remembered(run,
     assert "training.max_skipped is 2" in said
 
 
+@pytest.mark.slow
 def test_no_noise_is_used_twice(run, tmp_path, monkeypatch):
     """Nor where the number of samples changes between, or prompts are drawn again; but what is
     asked to repeat does so, once in a step.

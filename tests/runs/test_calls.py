@@ -107,6 +107,7 @@ def test_a_function_that_always_fails_ends_the_run_in_its_words(config):
         rlhf_jax.train(config, reward=broken, prompts=PROMPTS)
 
 
+@pytest.mark.slow
 def test_inference_and_training_are_compiled_before_they_are_needed(config, monkeypatch):
     """Of micro-batches of the size that the longest responses have."""
     phases = {}

@@ -64,6 +64,7 @@ def test_a_run_leaves_its_files(arguments, tmp_path, one_device, capsys, monkeyp
     assert not np.allclose(trained.embed, init(jax.random.key(0), trained.config).embed)
 
 
+@pytest.mark.slow
 def test_a_run_without_kl_or_critic_scores_nothing(arguments, tmp_path, one_device):
     """The update's own forward pass gives the old log-probs."""
     once = {"steps": 2, "evaluation__every": 0, "kl__coefficient": 0.0}
@@ -82,6 +83,7 @@ def test_the_same_seed_gives_the_same_run(arguments, tmp_path, one_device):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_a_strategy_changes_no_sample(arguments, folder, tmp_path, one_device):
     """The first step's samples are the same however they were drafted."""
     texts = []
@@ -194,6 +196,7 @@ def test_an_estimator_is_one_line(estimator, arguments, tmp_path, one_device):
     assert steps[1]["kl/mean"] > 1e-6
 
 
+@pytest.mark.slow
 def test_a_reward_model_and_a_critic_from_it(arguments, tmp_path, one_device):
     """A classifier's folder scores, weighted against a function, and its copy becomes the
     critic.
@@ -336,6 +339,7 @@ def test_a_run_knows_its_model_and_its_data(arguments, folder, tmp_path, one_dev
         weights.write_bytes(own)
 
 
+@pytest.mark.slow
 def test_a_changed_kl_coefficient_is_used(arguments, tmp_path, one_device):
     """Where the config's coefficient has changed since the checkpoint, the config is right; else
     the steered one is.
@@ -369,6 +373,7 @@ def test_own_loop_runs(folder, capsys):
     assert len((ROOT / "launch" / "own_loop.py").read_text().splitlines()) <= 60
 
 
+@pytest.mark.slow
 def test_the_generation_benchmark_prints_a_json_line_a_case(folder, monkeypatch, capsys):
     benchmark = runpy.run_path(str(ROOT / "benchmarks" / "generation.py"), run_name="benchmark")
     sizes = ["--batch", "1,4", "--prompt-tokens", "8", "--new-tokens", "8", "--repeats", "2"]

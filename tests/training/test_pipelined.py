@@ -114,6 +114,7 @@ def assert_near(found: list[Gradient], wanted: list[Gradient], share: float):
             assert float(got.metrics[name]) == pytest.approx(float(value), rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes", [SIZES[0], *(pytest.param(sizes, marks=pytest.mark.long) for sizes in SIZES[1:])]
 )
@@ -144,6 +145,7 @@ def check_gradients(policy: Model, critic: Model, case: Case):
     assert fused.schedule.bound <= fused.schedule.makespan * (1 + 1e-9) < fused.serial
 
 
+@pytest.mark.slow
 def test_a_pipeline_computes_what_the_update_without_computes(deep):
     """FLOPs of every program that either runs, with layers computed again in both. A stage's
     backward is traced with its last layers' last product, which nothing reads: 2.8 % of these.
@@ -258,6 +260,7 @@ def test_an_update_with_pipelines_is_the_update_without(deep):
     assert told["pipeline/peak"] > 0
 
 
+@pytest.mark.slow
 def test_a_policy_that_has_moved_too_far_stops_both(deep):
     policy, critic, experience = models_of(deep)
     moved = np.asarray(experience.columns["logprobs"]) - np.asarray(experience.mask, np.float32)

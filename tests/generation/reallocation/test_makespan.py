@@ -198,6 +198,7 @@ def test_what_is_known_of_a_tail_is_used(more, gain):
     assert on_a_tail(*more)["best_other_to_ours"] >= gain
 
 
+@pytest.mark.slow
 def test_a_first_stage_is_spread_evenly():
     """Nothing is known of what a forecast is worth, so none is believed."""
     found = on_a_tail("--prediction=noisy:0.5", "--first")
