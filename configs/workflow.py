@@ -4,7 +4,8 @@
 
 `sft` imitates sentences of film reviews, `reward_model` learns from pairs which of two sentences
 praises a film, `base` measures the model as it came, and `grpo` goes on from `sft` by the rewards
-of `reward_model`. Two judges that no run learns from measure all of them.
+of `reward_model` and by one for the opening that a prompt asks for. Two judges that no run learns
+from measure all of them.
 """
 
 import os
@@ -14,6 +15,7 @@ from rlhf_jax.config import default
 STAGES = ("sft", "reward_model", "base", "grpo")
 ROWS = "configs/data/film_reviews.py"
 JUDGES = "configs/rewards/film_judges.py"
+OPENING = "configs/rewards/film_opening.py:opening"
 
 
 def get_config(workdir):
@@ -59,12 +61,18 @@ def grpo(config, root):
     config.steps = 12
     config.data.update(train=f"{ROWS}:openings", eval=f"{ROWS}:held_out_openings")
     config.reward.update(
+        # by the reward model alone a policy forgets the opening that it is to begin with
+        functions=(OPENING,),
         models=(f"{root}/reward_model/reward_model",),
-        weights=(20.0,),  # after so few steps its rewards are some hundredths apart
+        weights=(1.0, 20.0),  # after so few steps rewards of the model are some hundredths apart
         seconds=60.0,
         workers=1,
     )
-    config.reward.metrics = {"judge": f"{JUDGES}:judge", "vader": f"{JUDGES}:vader"}
+    config.reward.metrics = {
+        "judge": f"{JUDGES}:judge",
+        "vader": f"{JUDGES}:vader",
+        "opening": OPENING,
+    }
     config.generation.update(
         prompts_per_step=8,
         samples_per_prompt=4,
