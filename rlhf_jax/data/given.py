@@ -15,6 +15,7 @@ import numpy as np
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.data.rows import check_messages
 from rlhf_jax.data.tokenizer import Tokenizer
+from rlhf_jax.runtime.foreign import has_surrogate
 
 
 class Given(NamedTuple):
@@ -126,6 +127,10 @@ def contents(
 
 def _content(given: Any, field: str, where: str) -> str | list[dict[str, Any]]:
     """Return a sample's text, or its messages if it has several."""
+    if has_surrogate(given):
+        raise ValueError(
+            f"{where} has half a character (a lone surrogate) in its field {field!r}; take it out."
+        )
     if isinstance(given, list):
         messages = check_messages(given, where)
         if not messages or messages[-1]["role"] != "assistant":
@@ -177,12 +182,13 @@ def _turns(
     ValueError where the template writes earlier messages otherwise once there are later ones.
     """
     before = tokenizer.render(prompt, add_generation_prompt=True, **arguments)
+    several = len(messages) > 1
     try:
         text, answers = tokenizer.render_marked([*prompt, *messages], **arguments)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     if answers:
-        _check_begins(text, before, where)
+        _check_begins(text, before, several, where)
         start = len(before)
         behind = [slice(one.start - start, one.stop - start) for one in answers]
         marked = tokenizer.encode_marked(text[start:], behind)
@@ -199,7 +205,7 @@ def _turns(
         asks = index + 1 < len(messages) and messages[index + 1]["role"] == "assistant"
         chat = [*prompt, *messages[: index + 1]]
         text = tokenizer.render(chat, add_generation_prompt=asks and not answers, **arguments)
-        _check_begins(text, before, where)
+        _check_begins(text, before, several, where)
         added = tokenizer.encode_rendered(text[len(before) :])
         # text that the template writes after the end of a turn is not the assistant's
         last = len(added) - 1 - added[::-1].index(turn) if turn in added else len(added) - 1
@@ -209,10 +215,16 @@ def _turns(
     return Given(np.array(tokens, np.int32), np.array(learned, bool))
 
 
-def _check_begins(text: str, before: str, where: str) -> None:
+def _check_begins(text: str, before: str, several: bool, where: str) -> None:
     """Raise ValueError where the text of a chat does not begin as that of its earlier messages."""
-    if not text.startswith(before):
+    if text.startswith(before):
+        return
+    if several:
         raise ValueError(
             f"{where} has several messages, and the chat template writes earlier ones otherwise"
             " once there are later ones; give chats of one answer each."
         )
+    raise ValueError(
+        f"{where}: the chat template begins a given answer otherwise than one that is to be"
+        " generated; use a template that begins both alike."
+    )

@@ -104,14 +104,27 @@ def test_a_chat_of_one_answer_is_its_text(tokenizer, tmp_path):
 
 
 def test_pairs_hold_their_prompt(tokenizer, tmp_path):
-    """As `prompt` and two texts, or as two chats that begin alike."""
+    """As `prompt` and two texts, as two chats that begin alike, or as both."""
     texts = {"chosen": "a, of course", "rejected": "b"}
     apart = given(tokenizer, tmp_path, *texts, prompt="Say a", **texts)
     chats = {"chosen": [USER, ANSWER], "rejected": [USER, LAST]}
     inside = given(tokenizer, tmp_path, *texts, **chats)
-    assert apart[0] == inside[0]
-    for one, other in zip(apart[1], inside[1], strict=True):
-        assert one.tokens.tolist() == other.tokens.tolist()
+    repeated = given(tokenizer, tmp_path, *texts, prompt="Say a", **chats)
+    assert apart[0] == inside[0] == repeated[0]
+    for one, *others in zip(apart[1], inside[1], repeated[1], strict=True):
+        assert all(one.tokens.tolist() == other.tokens.tolist() for other in others)
+
+
+def test_columns_of_another_use_stay(tmp_path):
+    """Lists that are no chats, and answers alone beside their prompt."""
+    given = [
+        {"prompt": "Say a", "chosen": ["a"], "rejected": ["b"]},
+        {"prompt": "Say a", "chosen": [ANSWER], "rejected": [LAST]},
+        {"prompt": [USER], "chosen": [ANSWER], "rejected": [LAST]},
+        {"prompt": "Say a", "messages": [USER, ANSWER]},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    assert rows.read(tmp_path / "rows.jsonl") == given
 
 
 @pytest.mark.parametrize(
@@ -135,6 +148,21 @@ def test_pairs_hold_their_prompt(tokenizer, tmp_path):
         ),
         (["chosen", "rejected"], {"chosen": "a", "rejected": "b"}, "has no 'prompt'; its keys are"),
         (
+            ["chosen", "rejected"],
+            {"chosen": [USER, ANSWER], "rejected": [MORE, LAST]},
+            "'chosen' and 'rejected' begin with no common message, which would be their prompt",
+        ),
+        (
+            ["completion"],
+            {"prompt": "a", "completion": "\ud800"},
+            "half a character (a lone surrogate) in its field 'completion'",
+        ),
+        (
+            ["completion"],
+            {"messages": [USER, ANSWER, MORE, {"role": "assistant", "content": "\ud800"}]},
+            "half a character (a lone surrogate) in its field 'completion'",
+        ),
+        (
             ["completion"],
             {"prompt": "a", "completion": 300 * "b"},
             "longer than 200 tokens; raise data.max_response_tokens",
@@ -153,6 +181,16 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, tmp_path):
     )
     with pytest.raises(ValueError, match="writes earlier ones otherwise once there are later ones"):
         given(forgets, tmp_path, "completion", messages=[USER, ANSWER, MORE, LAST])
+
+
+def test_a_template_that_begins_given_answers_otherwise_is_refused(tokenizer, tmp_path):
+    """As one that opens the thinking of an answer that is to be generated."""
+    thinks = CHATML.replace("<|assistant|>{% endif", "<|assistant|><think>{% endif")
+    thinking = dataclasses.replace(tokenizer, template=thinks)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    asked = prompts.tokenize(rows.read(tmp_path / "rows.jsonl"), thinking, "", 100)
+    with pytest.raises(ValueError, match="begins a given answer otherwise than one that is to be"):
+        read_given(asked, ["chosen", "rejected"], thinking, (1,), 200, whole=True)
 
 
 def test_labels_of_one_kind_are_refused(tokenizer, tmp_path):
