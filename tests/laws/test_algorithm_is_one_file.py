@@ -202,6 +202,19 @@ def test_the_state_behind_a_sequence_is_what_a_scalar_head_reads_at_its_end():
             {"algorithm__name": "kto", "data__columns": "{'label': 'other', 'chosen': 'label'}"},
             "must have true or false in its field 'label', and has 'a!'",
         ),
+        (
+            {"algorithm__name": "kto", "data__rows_per_step": 1},
+            "data.rows_per_step is 1, and KTO compares with answers to other prompts",
+        ),
+        ({"algorithm__name": "reward_model", "data__raw": True}, "data.raw is set, but a reward"),
+        (
+            {"algorithm__name": "preference_model", "data__raw": True},
+            "data.raw is set, but a preference model reads comparisons without it",
+        ),
+        (
+            {"algorithm__name": "dpo", "algorithm__loss": "simpo", "kl__reference": "other"},
+            "has no use for kl.reference: clear",
+        ),
         ({"training__lag": 1}, "does not weigh samples of older weights"),
         ({"plan": "disaggregated"}, "this run generates nothing; choose 'colocated'"),
         ({"data__rows_per_step": 0}, "data.rows_per_step is 0; it must be above 0"),
