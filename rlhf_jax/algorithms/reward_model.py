@@ -19,7 +19,9 @@ class RewardModelOptions:
     """Hold the options of the pair loss."""
 
     margin: float = option(
-        0.0, "by which the chosen answer's reward is to be higher", require_not_negative
+        0.0,
+        "by which the chosen answer's reward is to be higher, beside a row's own `margin`",
+        require_not_negative,
     )
     centering: float = option(
         0.0, "weight of the squared sum of a pair's rewards, as 0.01", require_not_negative
@@ -38,7 +40,11 @@ def preferred_reward(terms: GroupTerms) -> Share:
     chosen, rejected = (
         terms.per_group(jnp.where(side, rewards, 0.0)) for side in (signs > 0, signs < 0)
     )
-    losses = bradley_terry(chosen, rejected, options.margin)
+    own = terms.column("margin")
+    margins = options.margin
+    if own is not None:
+        margins += terms.per_group(jnp.where(signs > 0, own, 0.0))
+    losses = bradley_terry(chosen, rejected, margins)
     losses += options.centering * (chosen + rejected) ** 2
     means = {
         "loss/reward": losses,
@@ -74,7 +80,7 @@ def check(config: Config) -> None:
 
 REWARD_MODEL = Algorithm(
     title="a reward model",
-    losses={"reward_model": GroupLoss(preferred_reward, reads=("preference",))},
+    losses={"reward_model": GroupLoss(preferred_reward, reads=("preference", "margin"))},
     prepare=whole_texts,
     options=RewardModelOptions,
     check=check,

@@ -261,6 +261,7 @@ def _read_samples(
         label=algorithm.label,
         whole=algorithm.rates_chats and not config.data.raw,
         padding=critic.repeated.get("config.json", {}).get("pad_token_id"),
+        margins=any("margin" in loss.reads for loss in algorithm.losses.values()),
     )
 
 

@@ -175,6 +175,33 @@ def test_what_a_row_cannot_be_is_one_sentence(tokenizer, tmp_path, fields, row, 
     assert "\n" not in str(raised.value)
 
 
+def test_a_pair_may_have_a_margin_of_its_own(tokenizer, tmp_path):
+    def read(**more) -> list[Given]:
+        row = {"prompt": "a", "chosen": "b", "rejected": "c", **more}
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+        asked = prompts.tokenize(rows.read(tmp_path / "rows.jsonl"), tokenizer, "", 100)
+        return read_given(asked, ["chosen", "rejected"], tokenizer, (1,), 10, margins=True)[1][0]
+
+    assert [one.margin for one in read(margin=2)] == [2.0, 0.0]
+    assert [one.margin for one in read()] == [0.0, 0.0]
+    with pytest.raises(ValueError, match="must have a number in its field 'margin', and has 'b'"):
+        read(margin="b")
+
+
+def test_a_pair_with_a_long_answer_is_dropped_and_counted(tokenizer, tmp_path):
+    """Whichever of the two it is; an answer of as many tokens as there may be stays."""
+    found = [
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"prompt": "b", "chosen": 9 * "b", "rejected": "c"},
+        {"prompt": "c", "chosen": "b", "rejected": 10 * "c"},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    asked = prompts.tokenize(rows.read(tmp_path / "rows.jsonl"), tokenizer, "", 100)
+    kept, samples = read_given(asked, ["chosen", "rejected"], tokenizer, (1,), 10)
+    assert kept.texts == ["a", "b"] and [len(pair) for pair in samples] == [2, 2]
+    assert kept.dropped == {"with a sample longer than 10 tokens": 1}
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, tmp_path):
     forgets = dataclasses.replace(
         tokenizer, template="{{ messages[-1]['role'] }}: {{ messages[-1]['content'] }}"
