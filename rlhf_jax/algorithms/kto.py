@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.config.algorithms import Algorithm, option
-from rlhf_jax.config.checks import require_positive
+from rlhf_jax.config.checks import require, require_positive
 from rlhf_jax.config.schema import Config
 from rlhf_jax.losses.preference import kto
 from rlhf_jax.sequences.batch import Sequences
@@ -58,6 +58,15 @@ def baseline(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, flo
     return known, {"preference/baseline": mean}
 
 
+def check(config: Config) -> None:
+    """Check that a step has other rows, whose answers do not belong to a row's prompt."""
+    require(
+        config.data.rows_per_step != 1,
+        "data.rows_per_step is 1, and KTO compares with answers to other prompts of a step; raise"
+        " it to at least 2.",
+    )
+
+
 KTO = Algorithm(
     title="KTO",
     losses={
@@ -66,6 +75,7 @@ KTO = Algorithm(
     scores=("policy", "reference"),
     prepare=baseline,
     options=KTOOptions,
+    check=check,
     given=("completion",),
     label="label",
 )

@@ -69,7 +69,7 @@ def rate_by_comparisons(weights: int) -> float:
 
 def check(config: Config) -> None:
     """Raise ValueError where comparisons would be rendered otherwise than rewards render them."""
-    for key in ("system", "template_arguments"):
+    for key in ("system", "template_arguments", "raw"):
         require(
             not config.data[key],
             f"data.{key} is set, but a preference model reads comparisons without it; clear it.",

@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from rlhf_jax.config.algorithms import Algorithm, option
-from rlhf_jax.config.checks import require_not_negative
+from rlhf_jax.config.checks import require, require_not_negative
 from rlhf_jax.config.schema import Config
 from rlhf_jax.losses.preference import bradley_terry
 from rlhf_jax.sequences.batch import Sequences
@@ -19,7 +19,9 @@ class RewardModelOptions:
     """Hold the options of the pair loss."""
 
     margin: float = option(
-        0.0, "by which the chosen answer's reward is to be higher", require_not_negative
+        0.0,
+        "by which the chosen answer's reward is to be higher, beside a row's own `margin`",
+        require_not_negative,
     )
     centering: float = option(
         0.0, "weight of the squared sum of a pair's rewards, as 0.01", require_not_negative
@@ -38,7 +40,11 @@ def preferred_reward(terms: GroupTerms) -> Share:
     chosen, rejected = (
         terms.per_group(jnp.where(side, rewards, 0.0)) for side in (signs > 0, signs < 0)
     )
-    losses = bradley_terry(chosen, rejected, options.margin)
+    own = terms.column("margin")
+    margins = options.margin
+    if own is not None:
+        margins += terms.per_group(jnp.where(signs > 0, own, 0.0))
+    losses = bradley_terry(chosen, rejected, margins)
     losses += options.centering * (chosen + rejected) ** 2
     means = {
         "loss/reward": losses,
@@ -64,11 +70,20 @@ def rate_by_pairs(weights: int) -> float:
     return float(f"{min(1e-4, 2e-6 * (8e9 / weights) ** 0.75):.1e}")
 
 
+def check(config: Config) -> None:
+    """Raise ValueError where chats would be rendered otherwise than rewards render them."""
+    require(
+        not config.data.raw,
+        "data.raw is set, but a reward model reads chats by their template; clear it.",
+    )
+
+
 REWARD_MODEL = Algorithm(
     title="a reward model",
-    losses={"reward_model": GroupLoss(preferred_reward, reads=("preference",))},
+    losses={"reward_model": GroupLoss(preferred_reward, reads=("preference", "margin"))},
     prepare=whole_texts,
     options=RewardModelOptions,
+    check=check,
     given=("chosen", "rejected"),
     learning_rate=rate_by_pairs,
 )

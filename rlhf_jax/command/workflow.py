@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import pathlib
 import re
 import runpy
@@ -162,11 +163,12 @@ def _names(path: pathlib.Path) -> tuple[str, ...]:
 def _check_order(stages: Sequence[StageRun], workdir: pathlib.Path) -> None:
     """Check that each stage names folders of earlier ones, and other files that are there."""
     names = [stage.name for stage in stages]
+    root = os.path.abspath(workdir)
     for number, stage in enumerate(stages):
         for key, place in stage.named.items():
-            path = pathlib.Path(place)
-            if path.is_relative_to(workdir):
-                other = (*path.relative_to(workdir).parts, "")[0]
+            path = pathlib.Path(os.path.abspath(place))
+            if path.is_relative_to(root):
+                other = (*path.relative_to(root).parts, "")[0]
                 if other in names[number:]:
                     raise ValueError(
                         f"{stage.name}: {key} is {place}, which the stage {other!r} makes later or"
@@ -174,7 +176,7 @@ def _check_order(stages: Sequence[StageRun], workdir: pathlib.Path) -> None:
                     )
                 if other not in names:
                     raise ValueError(f"{stage.name}: {key} is {place}, which no stage makes.")
-            elif path.suffix in (".py", ".jsonl", ".parquet") and not find(path).is_file():
+            elif path.suffix in (".py", ".jsonl", ".parquet") and not find(place).is_file():
                 raise FileNotFoundError(f"{stage.name}: {key}: there is no file {place}.")
 
 
@@ -270,7 +272,7 @@ def _identity(stage: StageRun) -> dict[str, Any]:
 def _digest(path: pathlib.Path) -> str:
     """Return 16 hexadecimal digits of a file's or folder's content; its name where it is none."""
     if not path.exists():
-        return path.name
+        return str(path)
     found = hashlib.sha256()
     for file in [path] if path.is_file() else sorted(path.rglob("*")):
         if file.is_file() and not file.name.startswith("."):

@@ -54,6 +54,14 @@ def response_tokens(config: Config) -> int:
     return generated if generates(config) else config.data.max_response_tokens
 
 
+def temperature(config: Config) -> float:
+    """Return the temperature of the distribution that samples are scored and trained by.
+
+    It is the one that they are drawn at; given samples are drawn from none.
+    """
+    return config.generation.temperature if generates(config) else 1.0
+
+
 def samples_dynamically(config: Config) -> bool:
     """Return whether the samples of a prompt or their temperature depend on its rewards so far."""
     return bool(config.generation.fewest_samples or config.generation.hottest)

@@ -263,9 +263,12 @@ def with_prompt(row: dict[str, Any], prompt_key: str, where: str) -> dict[str, A
     """Return a row whose chats contain their prompt, as in TRL, with the prompt split off.
 
     For `messages` the prompt is everything before the first answer, and the rest the `completion`;
-    for `chosen` and `rejected` it is their common beginning.
+    for `chosen` and `rejected` it is their common beginning, even if the row repeats it as a text.
     """
+    given = [row.get(name) for name in ("chosen", "rejected")]
     if prompt_key in row:
+        if isinstance(row[prompt_key], str) and all(map(_begins_with_prompt, given)):
+            return _without_prompt(row, prompt_key, where)
         return row
     if isinstance(chat := row.get("messages"), list):
         messages = check_messages(chat, where)
@@ -277,16 +280,31 @@ def with_prompt(row: dict[str, Any], prompt_key: str, where: str) -> dict[str, A
             )
         start = answers[0]
         return {**row, prompt_key: messages[:start], "completion": messages[start:]}
-    given = [row.get(name) for name in ("chosen", "rejected")]
     if all(isinstance(chat, list) for chat in given):
-        sides = [check_messages(chat, where) for chat in given if isinstance(chat, list)]
-        shared = 0
-        while shared < min(map(len, sides)) - 1 and sides[0][shared] == sides[1][shared]:
-            shared += 1
-        return {**row, prompt_key: sides[0][:shared]} | {
-            name: side[shared:] for name, side in zip(("chosen", "rejected"), sides, strict=True)
-        }
+        return _without_prompt(row, prompt_key, where)
     return row
+
+
+def _begins_with_prompt(chat: Any) -> bool:
+    """Return whether a value is a chat whose first message is not the assistant's."""
+    first = chat[0] if isinstance(chat, list) and chat else None
+    return isinstance(first, dict) and first.get("role") in ("system", "user")
+
+
+def _without_prompt(row: dict[str, Any], prompt_key: str, where: str) -> dict[str, Any]:
+    """Return a row of two chats with their common beginning as its prompt."""
+    names = ("chosen", "rejected")
+    sides = [check_messages(row[name], where) for name in names]
+    shared = 0
+    while shared < min(map(len, sides)) - 1 and sides[0][shared] == sides[1][shared]:
+        shared += 1
+    if not shared:
+        raise ValueError(
+            f"{where}: 'chosen' and 'rejected' begin with no common message, which would be their"
+            f" prompt; give answers alone, and a {prompt_key!r}."
+        )
+    answers = {name: side[shared:] for name, side in zip(names, sides, strict=True)}
+    return {**row, prompt_key: sides[0][:shared], **answers}
 
 
 def _check_texts(prompt: str | list[dict[str, Any]], what: str, where: str) -> None:

@@ -47,7 +47,7 @@ class ScoringSettings:
         """Build the settings of scoring."""
         return cls(
             {role: layouts[f"{role}_inference"] for role in derived.scorers(config)},
-            config.generation.temperature,
+            derived.temperature(config),
             Extent(
                 derived.microbatch_rows(config),
                 derived.batch_tokens(config),

@@ -128,7 +128,9 @@ def kto(gain: jax.Array, sign: jax.Array, baseline: jax.Array, beta: float) -> j
     return 1 - jax.nn.sigmoid(beta * sign * (gain - baseline))
 
 
-def bradley_terry(chosen: jax.Array, rejected: jax.Array, margin: float = 0.0) -> jax.Array:
+def bradley_terry(
+    chosen: jax.Array, rejected: jax.Array, margin: jax.Array | float = 0.0
+) -> jax.Array:
     """Return -log sigmoid(reward of the chosen - reward of the rejected - margin).
 
     (Bradley and Terry 1952; the margin of Touvron et al. 2023.)

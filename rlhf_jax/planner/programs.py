@@ -67,7 +67,7 @@ def scores(calls: PlacedCalls, call: str, model: ModelConfig) -> CallProgram:
             tokens, last = shapes.prompt_shapes(passes.samples, passes.tokens, run.layout)
             return execute(read_scores, weights, tokens, last, run.layout, letters)
         batch = shapes.packed_shapes(config, run.layout, passes.samples, READ)
-        temperature = config.generation.temperature
+        temperature = derived.temperature(config)
         return execute(score_packed, weights, batch, temperature=temperature, layout=run.layout)
 
     held = run.weights(model)

@@ -38,6 +38,9 @@ COLUMNS = {
     "preference": Column(
         "sequence", "float32", "1 of a chosen sequence, -1 of a rejected one, 0 of neither"
     ),
+    "margin": Column(
+        "sequence", "float32", "by which a chosen sequence's reward is to be higher; 0 of others"
+    ),
     "kl_baseline": Column("batch", "float32", f"the baseline of gains, {_NATS}"),
     "advantages": Column("token", "float32", "the advantage of the token"),
     "returns": Column("token", "float32", "the critic's target before the token"),

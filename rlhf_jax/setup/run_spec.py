@@ -127,19 +127,21 @@ def prepare(config: Config) -> RunSpec:
     if not config.training.learning_rate:
         usual = algorithm_of(config).learning_rate
         config.training.learning_rate = usual(count_weights(policy.config))
+    critic = open_source(config.critic.path) if config.critic.path else policy
     drafts = drafting.has_drafter(config)
     drafter = open_source(config.drafter.path) if drafts and config.drafter.path else None
     rewards = tuple(_open_dated(path, config) for path in derived.reward_models(config))
     sources = {"data.train": config.data.train}
     sources |= {f"data.mixture[{at}]": one for at, one in enumerate(config.data.mixture)}
-    parts = [_read_samples(config, policy, place, name) for name, place in sources.items()]
+    read_samples = functools.partial(_read_samples, config, policy, critic)
+    parts = [read_samples(place, name) for name, place in sources.items()]
     prompts = functools.reduce(operator.add, (own for own, _ in parts))
     given = [samples for _, own in parts for samples in own]
     check_labels(given, algorithm_of(config).label, "data.train")
     held_out = None
     held_out_given = []
     if config.evaluation.every:
-        held_out, held_out_given = _read_samples(config, policy, config.data.eval, "data.eval")
+        held_out, held_out_given = read_samples(config.data.eval, "data.eval")
         check_labels(held_out_given, algorithm_of(config).label, "data.eval")
 
     spec = RunSpec(
@@ -147,7 +149,7 @@ def prepare(config: Config) -> RunSpec:
         policy=policy,
         drafter=drafter,
         reference=open_source(config.kl.reference) if config.kl.reference else policy,
-        critic=open_source(config.critic.path) if config.critic.path else policy,
+        critic=critic,
         rewards=rewards,
         prompts=prompts,
         sizes=tuple(len(own) for own, _ in parts),
@@ -164,8 +166,7 @@ def prepare(config: Config) -> RunSpec:
         if prompts is not None:
             check_columns(signatures, prompts.rows)
     sample_checks.check_models(config, spec.models)
-    if config.kl.reference:
-        sample_checks.check_tokenizers(policy.tokenizer, spec.reference.tokenizer)
+    sample_checks.check_tokenizers(policy.tokenizer, spec.reference.tokenizer, critic.tokenizer)
     sample_checks.check_student(config, policy.config, drafter and drafter.config)
     return _placed(spec)
 
@@ -242,20 +243,25 @@ def _open_dated(path: str, config: Config) -> Source:
 
 
 def _read_samples(
-    config: Config, policy: Source, place: str, name: str
+    config: Config, policy: Source, critic: Source, place: str, name: str
 ) -> tuple[Prompts, list[list[Given]]]:
-    """Read the prompts of a place, and the samples given with them; `name` is its config key."""
+    """Read the prompts of a place, and the samples given with them; `name` is its config key.
+
+    critic: the model that a classifier of chats begins as, whose padding its folder repeats.
+    """
+    algorithm = algorithm_of(config)
     return read_given(
         _read_prompts(config, policy, place, name),
-        algorithm_of(config).given,
+        algorithm.given,
         policy.tokenizer,
         policy.stop_tokens,
         config.data.max_response_tokens,
         config.data.template_arguments.to_dict(),
         name=name,
-        label=algorithm_of(config).label,
-        whole=algorithm_of(config).rates_chats and not config.data.raw,
-        padding=policy.repeated.get("config.json", {}).get("pad_token_id"),
+        label=algorithm.label,
+        whole=algorithm.rates_chats and not config.data.raw,
+        padding=critic.repeated.get("config.json", {}).get("pad_token_id"),
+        margins=any("margin" in loss.reads for loss in algorithm.losses.values()),
     )
 
 

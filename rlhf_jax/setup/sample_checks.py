@@ -346,18 +346,26 @@ def _check_sizes(config: Config, models: ModelConfigs) -> None:
         )
 
 
-def check_tokenizers(policy: Tokenizer, reference: Tokenizer) -> None:
-    """Raise ValueError unless the ids of both mean the same tokens; vocabularies may be padded."""
-    own, other = (
-        tokenizer.backend.get_vocab(with_added_tokens=True) for tokenizer in (policy, reference)
-    )
-    different = next((token for token in own if own[token] != other.get(token)), None)
-    require(
-        different is None,
-        f"kl.reference has another tokenizer than the model: {different!r:.40} is token"
-        f" {own.get(different or '')} of the model and {other.get(different or '')} of the"
-        " reference; give a model of the same tokenizer.",
-    )
+def check_tokenizers(policy: Tokenizer, reference: Tokenizer, critic: Tokenizer) -> None:
+    """Raise ValueError unless their ids mean the same tokens; vocabularies may be padded.
+
+    A critic may name added tokens otherwise, as classifiers often do with tokens that no text has.
+    """
+    for role, key, model in (
+        ("reference", "kl.reference", reference),
+        ("critic", "critic.path", critic),
+    ):
+        own, other = (
+            tokenizer.backend.get_vocab(with_added_tokens=role != "critic")
+            for tokenizer in (policy, model)
+        )
+        different = next((token for token in own if own[token] != other.get(token)), None)
+        require(
+            different is None,
+            f"{key} has another tokenizer than the model: {different!r:.40} is token"
+            f" {own.get(different or '')} of the model and {other.get(different or '')} of the"
+            f" {role}; give a model of the same tokenizer.",
+        )
 
 
 def check_student(config: Config, policy: ModelConfig, path: ModelConfig | None) -> None:

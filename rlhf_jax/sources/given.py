@@ -83,4 +83,5 @@ def sequences_of(
     batch = Sequences(tokens, mask, np.repeat(np.arange(len(rows), dtype=np.int32), each))
     ids = np.repeat(rows, each) * each + np.tile(np.arange(each), len(rows))
     batch = batch.with_columns(sample_ids=ids.astype(np.uint32))
-    return batch if each == 1 else batch.with_columns(preference=signs)
+    margins = np.array([sample.margin for _, sample in chosen], np.float32)
+    return batch if each == 1 else batch.with_columns(preference=signs, margin=margins)

@@ -64,7 +64,7 @@ class TrainingSettings:
             minibatch_tokens=derived.batch_tokens(config, training.minibatches),
             group_tokens=derived.group_tokens(config),
             prompt_tokens=config.data.max_prompt_tokens,
-            temperature=config.generation.temperature,
+            temperature=derived.temperature(config),
             options=algorithm_of(config).options_of(config),
             clip_low=training.clip_low,
             clip_high=training.clip_high,

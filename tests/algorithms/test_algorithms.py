@@ -137,6 +137,10 @@ def test_what_a_run_needs_is_read_off_the_algorithm(toy):
     )
     config.algorithm.name = "distill"
     assert derived.calls(config) == ("generation", "policy_training")
+    config.generation.temperature = 0.7
+    assert derived.temperature(config) == 0.7
+    config.algorithm.name = "sft"  # whose samples are drawn from no model
+    assert derived.temperature(config) == 1.0
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

@@ -86,6 +86,11 @@ def test_changes_are_for_all_stages_or_for_one(folder):
     ("old", "new", "words"),
     [
         ('"sft", "judge", "grpo")', '"grpo", "sft", "judge")', "which the stage 'sft' makes later"),
+        (
+            'f"{root}/judge/reward_model"',
+            'os.path.abspath(f"{root}/grpo/policy")',
+            "which the stage 'grpo' makes later or itself",
+        ),
         ("{root}/judge/", "{root}/critic/", "which no stage makes"),
         ("config.workdir = workdir", "config.workdir = root", "in the folder that it is given"),
         ("STAGES =", "NAMES =", "names no STAGES"),
@@ -111,7 +116,7 @@ def test_a_chain_that_cannot_work_is_refused_before_its_first_run(folder, old, n
 
 def test_a_folder_of_another_config_or_other_data_is_refused(folder, monkeypatch):
     taken = []
-    codes = [2, 0]  # of runs
+    codes = [2, 0, 0]  # of runs
 
     class Process:
         def __init__(self, command: list[str]):
@@ -132,6 +137,9 @@ def test_a_folder_of_another_config_or_other_data_is_refused(folder, monkeypatch
     assert len(taken) == 2
     with pytest.raises(ValueError, match=r"runs/chain/sft was made otherwise: steps \(4, now 5\)"):
         workflow.take(stages("--sft.steps=5")[0], "1 of 3")
+    assert workflow.take(stages("--judge.model.path=org/model")[1], "2 of 3") == 0
+    with pytest.raises(ValueError, match=r"the content of model\.path \('org/model', now 'other/m"):
+        workflow.take(stages("--judge.model.path=other/model")[1], "2 of 3")
     (folder / "rows.py").write_text(ROWS + "\n# other rows\n")
     with pytest.raises(ValueError, match=r"made otherwise: the code of rows\.py:rows"):
         workflow.take(first, "1 of 3")
@@ -184,7 +192,9 @@ def test_a_workflow_is_killed_in_every_stage_and_ends_bit_for_bit_the_same(folde
     said = finish("parts")
     assert said.count("is done") == 2
     assert "Resuming from step" in said
-    for stage in ("sft", "judge", "grpo"):
+    for stage, left in (("sft", "policy"), ("judge", "reward_model"), ("grpo", "policy")):
+        weights = [folder / run / stage / left / "model.safetensors" for run in ("whole", "parts")]
+        assert weights[0].read_bytes() == weights[1].read_bytes()
         whole, parts = (
             [
                 {key: row[key] for key in row if not key.endswith(MEASURED)}

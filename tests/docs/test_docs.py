@@ -130,13 +130,14 @@ from rlhf_jax.generation.speculative.rules import RULES
 from rlhf_jax.generation.stage import generate_samples
 from rlhf_jax.losses.advantages import ESTIMATORS
 from rlhf_jax.losses.policy import LOSSES
+from rlhf_jax.losses.preference import PREFERENCE_LOSSES
 from rlhf_jax.models.families import FAMILIES
 from rlhf_jax.monitoring.sinks import SINKS
 from rlhf_jax.rewards.combination import READY
 print(json.dumps({
     "algorithms": [*ALGORITHMS], "estimators": [*ESTIMATORS], "losses": [*LOSSES],
-    "families": [*FAMILIES], "drafters": [*DRAFTERS], "rules": [*RULES], "rewards": [*READY],
-    "trackers": [*SINKS],
+    "preference": [*PREFERENCE_LOSSES], "families": [*FAMILIES], "drafters": [*DRAFTERS],
+    "rules": [*RULES], "rewards": [*READY], "trackers": [*SINKS],
 }))
 """
 

@@ -23,6 +23,8 @@ from rlhf_jax.config import command_line
 from rlhf_jax.models.files.source import open_source
 from rlhf_jax.planner.planned import hardware_of, plan_run
 from rlhf_jax.sequences.batch import Sequences
+from rlhf_jax.setup.run import _batches
+from rlhf_jax.setup.run_spec import prepare
 from rlhf_jax.training.kinds import GroupTerms
 from rlhf_jax.training.settings import TrainingSettings
 
@@ -100,15 +102,19 @@ def words(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "trained", "frozen"),
+    ("algorithm", "loss", "trained", "frozen"),
     [
-        ("sft", "policy", set()),
-        ("dpo", "policy", {"reference"}),
-        ("reward_model", "reward_model", set()),
+        ("sft", "", "policy", set()),
+        ("dpo", "dpo", "policy", {"reference"}),
+        ("dpo", "simpo", "policy", set()),
+        ("dpo", "orpo", "policy", set()),
+        ("reward_model", "", "reward_model", set()),
     ],
 )
-def test_only_the_models_of_a_workflow_are_planned(words, one_device, algorithm, trained, frozen):
-    config = command_line.read(words(algorithm))
+def test_only_the_models_of_a_workflow_are_planned(
+    words, one_device, algorithm, loss, trained, frozen
+):
+    config = command_line.read(words(algorithm, **({"algorithm__loss": loss} if loss else {})))
     planned = plan_run(config, hardware_of(config))
     calls = {f"{trained}_training", *(f"{role}_inference" for role in frozen)}
     assert planned.plan.placements.keys() == calls
@@ -202,6 +208,19 @@ def test_the_state_behind_a_sequence_is_what_a_scalar_head_reads_at_its_end():
             {"algorithm__name": "kto", "data__columns": "{'label': 'other', 'chosen': 'label'}"},
             "must have true or false in its field 'label', and has 'a!'",
         ),
+        (
+            {"algorithm__name": "kto", "data__rows_per_step": 1},
+            "data.rows_per_step is 1, and KTO compares with answers to other prompts",
+        ),
+        ({"algorithm__name": "reward_model", "data__raw": True}, "data.raw is set, but a reward"),
+        (
+            {"algorithm__name": "preference_model", "data__raw": True},
+            "data.raw is set, but a preference model reads comparisons without it",
+        ),
+        (
+            {"algorithm__name": "dpo", "algorithm__loss": "simpo", "kl__reference": "other"},
+            "has no use for kl.reference: clear",
+        ),
         ({"training__lag": 1}, "does not weigh samples of older weights"),
         ({"plan": "disaggregated"}, "this run generates nothing; choose 'colocated'"),
         ({"data__rows_per_step": 0}, "data.rows_per_step is 0; it must be above 0"),
@@ -217,3 +236,25 @@ def test_what_given_samples_cannot_be_is_one_sentence(words, one_device, changes
     with pytest.raises(ValueError, match=re.escape(sentence)) as raised:
         trainer.do_run(command_line.read(words("sft", **changes)))
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("key", ["data.train", "data.eval"])
+def test_labels_of_one_kind_are_refused(words, one_device, tmp_path, key):
+    row = {"prompt": "a", "completion": "b", "label": True}
+    (tmp_path / "same.jsonl").write_text(2 * (json.dumps(row) + "\n"))
+    places = {"data.eval": tmp_path / "rows.jsonl", key: tmp_path / "same.jsonl"}
+    config = command_line.read(words("kto", evaluation__every=1, **places))
+    with pytest.raises(ValueError, match=f"^{key} has the same 'label' in every row"):
+        prepare(config)
+
+
+def test_several_sources_are_one_data_set_and_shares_are_theirs(words, one_device, tmp_path):
+    row = {"prompt": "Say z", "completion": "z"}
+    (tmp_path / "more.jsonl").write_text(3 * (json.dumps(row) + "\n"))
+    changes = {"data__mixture": f"('{tmp_path}/more.jsonl',)", "data__shares": "(3, 1)"}
+    spec = prepare(command_line.read(words("sft", **changes)))
+    assert spec.sizes == (8, 3) and spec.prompts.texts[8:] == 3 * ["Say z"]
+    assert len(spec.given) == len(spec.prompts) == 11
+    batches = _batches(spec)
+    rows, _ = batches.take(batches.start)
+    assert sum(rows >= 8) == 1 and len(rows) == 4

@@ -38,6 +38,18 @@ def test_scores_are_those_of_each_sample_by_itself(tiny, top_k):
     np.testing.assert_allclose(found, alone, atol=1e-4, rtol=0)
 
 
+def test_what_others_say_between_answers_is_read(tiny):
+    """Masks with holes, as of chats of several turns."""
+    model = init(jax.random.key(0), tiny)
+    batch = grouped(tiny.vocab_size)
+    mask = batch.mask & (np.arange(SLOTS) % 3 > 0)
+    assert (np.diff(mask.astype(int), axis=1) == 1).sum(axis=1).max() > 2
+    holed = dataclasses.replace(batch, mask=mask)
+    found = score_sequences(model, holed, temperature=1.0, rows=12)
+    alone = token_logprobs(model, batch.tokens, temperature=1.0, mask=mask)
+    np.testing.assert_allclose(found, alone, atol=1e-4, rtol=0)
+
+
 def experience_of(model, batch: Sequences) -> Sequences:
     """Old and reference log-probs near the model's, and an advantage for each sample."""
     random = np.random.default_rng(1)

@@ -104,14 +104,27 @@ def test_a_chat_of_one_answer_is_its_text(tokenizer, tmp_path):
 
 
 def test_pairs_hold_their_prompt(tokenizer, tmp_path):
-    """As `prompt` and two texts, or as two chats that begin alike."""
+    """As `prompt` and two texts, as two chats that begin alike, or as both."""
     texts = {"chosen": "a, of course", "rejected": "b"}
     apart = given(tokenizer, tmp_path, *texts, prompt="Say a", **texts)
     chats = {"chosen": [USER, ANSWER], "rejected": [USER, LAST]}
     inside = given(tokenizer, tmp_path, *texts, **chats)
-    assert apart[0] == inside[0]
-    for one, other in zip(apart[1], inside[1], strict=True):
-        assert one.tokens.tolist() == other.tokens.tolist()
+    repeated = given(tokenizer, tmp_path, *texts, prompt="Say a", **chats)
+    assert apart[0] == inside[0] == repeated[0]
+    for one, *others in zip(apart[1], inside[1], repeated[1], strict=True):
+        assert all(one.tokens.tolist() == other.tokens.tolist() for other in others)
+
+
+def test_columns_of_another_use_stay(tmp_path):
+    """Lists that are no chats, and answers alone beside their prompt."""
+    given = [
+        {"prompt": "Say a", "chosen": ["a"], "rejected": ["b"]},
+        {"prompt": "Say a", "chosen": [ANSWER], "rejected": [LAST]},
+        {"prompt": [USER], "chosen": [ANSWER], "rejected": [LAST]},
+        {"prompt": "Say a", "messages": [USER, ANSWER]},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    assert rows.read(tmp_path / "rows.jsonl") == given
 
 
 @pytest.mark.parametrize(
@@ -135,6 +148,21 @@ def test_pairs_hold_their_prompt(tokenizer, tmp_path):
         ),
         (["chosen", "rejected"], {"chosen": "a", "rejected": "b"}, "has no 'prompt'; its keys are"),
         (
+            ["chosen", "rejected"],
+            {"chosen": [USER, ANSWER], "rejected": [MORE, LAST]},
+            "'chosen' and 'rejected' begin with no common message, which would be their prompt",
+        ),
+        (
+            ["completion"],
+            {"prompt": "a", "completion": "\ud800"},
+            "half a character (a lone surrogate) in its field 'completion'",
+        ),
+        (
+            ["completion"],
+            {"messages": [USER, ANSWER, MORE, {"role": "assistant", "content": "\ud800"}]},
+            "half a character (a lone surrogate) in its field 'completion'",
+        ),
+        (
             ["completion"],
             {"prompt": "a", "completion": 300 * "b"},
             "longer than 200 tokens; raise data.max_response_tokens",
@@ -147,12 +175,49 @@ def test_what_a_row_cannot_be_is_one_sentence(tokenizer, tmp_path, fields, row, 
     assert "\n" not in str(raised.value)
 
 
+def test_a_pair_may_have_a_margin_of_its_own(tokenizer, tmp_path):
+    def read(**more) -> list[Given]:
+        row = {"prompt": "a", "chosen": "b", "rejected": "c", **more}
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+        asked = prompts.tokenize(rows.read(tmp_path / "rows.jsonl"), tokenizer, "", 100)
+        return read_given(asked, ["chosen", "rejected"], tokenizer, (1,), 10, margins=True)[1][0]
+
+    assert [one.margin for one in read(margin=2)] == [2.0, 0.0]
+    assert [one.margin for one in read()] == [0.0, 0.0]
+    with pytest.raises(ValueError, match="must have a number in its field 'margin', and has 'b'"):
+        read(margin="b")
+
+
+def test_a_pair_with_a_long_answer_is_dropped_and_counted(tokenizer, tmp_path):
+    """Whichever of the two it is; an answer of as many tokens as there may be stays."""
+    found = [
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"prompt": "b", "chosen": 9 * "b", "rejected": "c"},
+        {"prompt": "c", "chosen": "b", "rejected": 10 * "c"},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    asked = prompts.tokenize(rows.read(tmp_path / "rows.jsonl"), tokenizer, "", 100)
+    kept, samples = read_given(asked, ["chosen", "rejected"], tokenizer, (1,), 10)
+    assert kept.texts == ["a", "b"] and [len(pair) for pair in samples] == [2, 2]
+    assert kept.dropped == {"with a sample longer than 10 tokens": 1}
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, tmp_path):
     forgets = dataclasses.replace(
         tokenizer, template="{{ messages[-1]['role'] }}: {{ messages[-1]['content'] }}"
     )
     with pytest.raises(ValueError, match="writes earlier ones otherwise once there are later ones"):
         given(forgets, tmp_path, "completion", messages=[USER, ANSWER, MORE, LAST])
+
+
+def test_a_template_that_begins_given_answers_otherwise_is_refused(tokenizer, tmp_path):
+    """As one that opens the thinking of an answer that is to be generated."""
+    thinks = CHATML.replace("<|assistant|>{% endif", "<|assistant|><think>{% endif")
+    thinking = dataclasses.replace(tokenizer, template=thinks)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    asked = prompts.tokenize(rows.read(tmp_path / "rows.jsonl"), thinking, "", 100)
+    with pytest.raises(ValueError, match="begins a given answer otherwise than one that is to be"):
+        read_given(asked, ["chosen", "rejected"], thinking, (1,), 200, whole=True)
 
 
 def test_labels_of_one_kind_are_refused(tokenizer, tmp_path):
