@@ -7,8 +7,9 @@ r"""A workflow of some seeds: seconds, measures and win rates of each stage; JSO
 Each seed is a run of `rlhf-jax workflow` in WORKDIR/SEED, as a stranger starts it; a seed that is
 done is read again. With `--from` its first stages are copied from FROM/SEED. Of each model that was
 measured by what it writes the document has the means, the words, and how often its answers beat
-those of the model before it, with an interval of 95 % over prompts. Seconds are those of the runs,
-with their compilation; the document says whether programs were compiled before.
+those of the model before it, with an interval of 95 % over prompts. Beside a reward model that
+learned from pairs stands a logistic regression of their words (TF-IDF). Seconds are those of the
+runs, with their compilation.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ import jax
 import numpy as np
 
 from benchmarks.compare import cpu_name
-from rlhf_jax.report.run import read_run
+from rlhf_jax.report.run import RunRecord, read_run
 from rlhf_jax.report.workflow import RECORD, TEXT_COLUMNS, comparable, win_rate, written
+from rlhf_jax.runtime.extensions import load_named
 from rlhf_jax.runtime.files import find
 
 SAMPLES = 10  # of each model that are shown
@@ -77,6 +79,7 @@ def describe(config: str, workdir: pathlib.Path) -> dict:
                 }
                 if run.metrics
                 else {},
+                **words_alone(run),
             }
             for name, run in runs.items()
         },
@@ -101,6 +104,25 @@ def describe(config: str, workdir: pathlib.Path) -> dict:
         "jax": jax.__version__,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def words_alone(run: RunRecord) -> dict[str, float]:
+    """The share of held-out pairs that words of a reward model's own pairs put right."""
+    if run.config["algorithm.name"] != "reward_model":
+        return {}
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+
+    model = make_pipeline(
+        TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True), LogisticRegression(C=10.0)
+    )
+    pairs, held_out = (load_named(run.config[key], key)() for key in ("data.train", "data.eval"))
+    model.fit([row[name] for row in pairs for name in ("chosen", "rejected")], [1, 0] * len(pairs))
+    chosen, rejected = (
+        model.decision_function([row[name] for row in held_out]) for name in ("chosen", "rejected")
+    )
+    return {"logistic regression on the same pairs": float(np.mean(chosen > rejected))}
 
 
 def numbers_of(rows: list[dict]) -> list[str]:
