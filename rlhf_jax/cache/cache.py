@@ -35,7 +35,7 @@ class Window(OwnSpecs):
         return jax.tree.map(lambda _: HEADS_SPEC, self)
 
 
-def window_layout(key: jax.Array, value: jax.Array) -> LayerCache:
+def to_cache_axes(key: jax.Array, value: jax.Array) -> LayerCache:
     """Transpose keys and values [B, W, G, D] to (k [B, G, D, W], v [B, G, W, D]).
 
     Both products of attention then read contiguous rows.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from rlhf_jax.cache.cache import KVCache, Window, is_cache, take_rows, window_layout
+from rlhf_jax.cache.cache import KVCache, Window, is_cache, take_rows, to_cache_axes
 from rlhf_jax.cache.state import CACHE_KINDS, DecodeState, DraftState, rows_in
 from rlhf_jax.mesh import ONE_DEVICE, Layout, pin_rows
 from rlhf_jax.models.attention import causal_on
@@ -133,7 +133,7 @@ def prefill(
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, memory: None) -> tuple:
         """Attend causally, and keep keys and values in the layout of a window."""
-        return causal(query, key, value, memory)[0], window_layout(key, value)
+        return causal(query, key, value, memory)[0], to_cache_axes(key, value)
 
     def cache(model: Model) -> KVCache:
         _, kept = forward(model, tokens, positions, attend)
