@@ -25,15 +25,17 @@ class ContiguousCache(KVCache):
     layers: Cache
 
     @classmethod
-    def empty(cls, config: ModelConfig, rows: int, slots: int, layout: Layout) -> ContiguousCache:
+    def empty(
+        cls, config: ModelConfig, rows: int, cache_length: int, layout: Layout
+    ) -> ContiguousCache:
         """Make a cache of zeros."""
         heads = config.num_kv_heads
         dim = config.head_dim
         return cls(
             tuple(
                 (
-                    jnp.zeros((rows, heads, dim, slots), layout.dtype),
-                    jnp.zeros((rows, heads, slots, dim), layout.dtype),
+                    jnp.zeros((rows, heads, dim, cache_length), layout.dtype),
+                    jnp.zeros((rows, heads, cache_length, dim), layout.dtype),
                 )
                 for _ in range(config.num_layers)
             )
@@ -63,9 +65,11 @@ class ContiguousCache(KVCache):
         """Return the mesh axes of each leaf: rows and key-value heads are split."""
         return jax.tree.map(lambda _: HEADS_SPEC, self)
 
-    def rows_out(self, rows: Array, slots: int) -> ContiguousCache:
-        """Return rows [R] int32, cut to `slots`."""
-        cut = tuple((key[..., :slots], value[:, :, :slots]) for key, value in self.layers)
+    def rows_out(self, rows: Array, cache_length: int) -> ContiguousCache:
+        """Return rows [R] int32, cut to this length."""
+        cut = tuple(
+            (key[..., :cache_length], value[:, :, :cache_length]) for key, value in self.layers
+        )
         return ContiguousCache(jax.tree.map(lambda leaf: pick_rows(leaf, rows), cut))
 
 
