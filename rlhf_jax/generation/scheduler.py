@@ -54,7 +54,7 @@ class InFlightRound:
     results: Results
     words: Array  # the results on their way to the host (`as_words`)
     context: int  # known tokens of the live samples
-    lag: int  # most tokens by which the draft model was behind in a sample
+    draft_lag: int  # most tokens by which the draft model was behind in a sample
     undisturbed: bool  # its slice did nothing else since the previous round
     follows: bool  # it was dispatched while the previous round ran
     compilations: int  # begun and ended by the compiler at its dispatch
