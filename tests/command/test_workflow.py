@@ -78,7 +78,7 @@ def test_changes_are_for_all_stages_or_for_one(folder):
     assert [stage.name for stage in found] == ["sft", "judge", "grpo"]
     assert [stage.config.seed for stage in found] == [3, 3, 3]
     assert [stage.config.steps for stage in found] == [4, 9, 4]
-    assert found[2].named["reward.models"] == "runs/chain/judge/reward_model"
+    assert found[2].paths["reward.models"] == "runs/chain/judge/reward_model"
 
 
 @pytest.mark.parametrize(
