@@ -79,7 +79,7 @@ def recorded(options: argparse.Namespace) -> list[Observations]:
     )
     model = weights(source, layout)
     costs = cost.prior_of_models(
-        ModelConfigs(model.config, None), "cpu", 4, {}, rows=8, slots=slots
+        ModelConfigs(model.config, None), "cpu", 4, {}, rows=8, cache_length=slots
     )
     selector = Selector(candidates.build(both, len(strategy.parents)), costs, frozen_costs=True)
     found: list[Observations] = []

@@ -106,9 +106,9 @@ def figures(strategy: Strategy) -> roofline.Call:
 def call_of(report: RoundReport) -> Call:
     """The call of a round."""
     call = figures(report.strategy)
-    behind = call.steps and report.lag > roofline.FREE_LAG
+    behind = call.steps and report.draft_lag > roofline.FREE_LAG
     return Call(
-        report.rows, *call, chunks=math.ceil(report.lag / roofline.CATCH_UP) if behind else 0
+        report.rows, *call, chunks=math.ceil(report.draft_lag / roofline.CATCH_UP) if behind else 0
     )
 
 

@@ -434,7 +434,7 @@ def report(last: Round, strategy: Strategy, drafter: str) -> RoundReport:
         accepted=int(last.accepted.sum()),
         drafted=last.live * len(strategy.parents),
         context=round(last.context),
-        lag=0,
+        draft_lag=0,
         seconds=last.seconds,
         observations={drafter: last.observations},
     )

@@ -44,7 +44,7 @@ from rlhf_jax.training.learn import NonFiniteStep
 # The key under which a signal is published to other processes.
 STOP = "stop"
 # Seconds between two polls for a signal that another process received.
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 # Phases after the models are donated; in the second one samples of the next step are awaited.
 UPDATING = ("training", "waiting")
 
@@ -65,13 +65,13 @@ class Session:
         self._stack = contextlib.ExitStack()
         self._state: RunState | None = None
         self._sender: Sender | None = None
-        self._counts = GenerationCounts()
+        self._counts = GenerationCounts()  # of the phase
         self._finished = 0  # finished samples of the phase
         self.programs = Programs()  # compiled in the background
         self._clock = PhaseClock("starting")
-        self._phase_start = 0.0
+        self._phase_start = 0.0  # in seconds of `time.perf_counter`
         self._evaluations = 0
-        self._looked = 0.0
+        self._polled = 0.0  # time of the last poll, in seconds of `time.monotonic`
         self._profile = contextlib.ExitStack()
         # another process decides the next work on the slice that both share
         generation = spec.layouts.get("generation")
@@ -80,50 +80,51 @@ class Session:
     def __enter__(self) -> Session:
         spec = self.spec
         with contextlib.ExitStack() as stack:
-            self._stop = stack.enter_context(listen_for_signals())
+            # First: a signal that comes while models load ends the run in order, too.
+            self._interrupt = stack.enter_context(listen_for_signals())
             stack.enter_context(self._clock)
-            check_alike(spec)
+            check_alike(spec)  # before the folder is claimed for this run
             self._checkpoints = stack.enter_context(_checkpoints_of(spec))
+            # Last: what was entered is left by `stack` if anything above fails, else by `__exit__`.
             self._stack = stack.pop_all()
         return self
 
     def restore(self) -> RunState | None:
         """Return the state of the last checkpoint; None if there is none."""
-        state = self._checkpoints.restore(initial_models(self.spec, source_shapes))
-        if state is None:
+        restored = self._checkpoints.restore(initial_models(self.spec, source_shapes))
+        if restored is None:
             return None
+        step = restored.step
         if distributed.leads():
-            message = f"Resuming from step {state.step}, saved in"
-            if state.step >= self.spec.config.steps:
-                message = f"All steps are done: raise steps to resume from {state.step}, saved in"
+            message = f"Resuming from step {step}, saved in"
+            if step >= self.spec.config.steps:
+                message = f"All steps are done: raise steps to resume from {step}, saved in"
             place = f"{self.spec.config.workdir}/checkpoints"
             print(f"{message} {place}; another workdir starts a new run.\n")
-        host = restored_host_state(self.spec, state.step, state.host)
-        return RunState(state.state, host)
+        return RunState(restored.state, restored_host_state(self.spec, step, restored.host))
 
     def begin(self) -> RunState:
         """Load the state before the first step."""
-        models = initial_models(self.spec)
-        return RunState(models, initial_host_state(self.spec))
+        return RunState(initial_models(self.spec), initial_host_state(self.spec))
 
     def start(self, state: RunState) -> Run:
         """Open the files of the run, show its progress, and load the rest of the run."""
         config = self.spec.config
         leads = distributed.leads()
         about = {"title": algorithm_of(config).title_of(config), "code": own_code(config)}
-        spec = functools.partial(
+        open_files = functools.partial(
             metrics.open_run,
             self.spec.workdir,
             config.to_json_best_effort(),
             state.step,
             json.dumps(about | {"environment": environment()}),
         )
-        self._writer = distributed.run_on_all(lambda: spec() if leads else None)
+        self._writer = distributed.run_on_all(lambda: open_files() if leads else None)
         self._stack.callback(self._writer.close if self._writer else lambda: None)
         if stop_at := self._stop_at:
             self.ends = distributed.run_on_leader(lambda: stop_at.was_met(self.spec.workdir))
-        shown = Console(quiet=not leads)
-        progress = console.Progress(config.steps, state.step, shown, self._compiling)
+        screen = Console(quiet=not leads)
+        progress = console.Progress(config.steps, state.step, screen, self._compiling)
         self._progress = self._stack.enter_context(progress)
         self._stack.callback(self.programs.close)
 
@@ -132,8 +133,8 @@ class Session:
 
         say = self._progress.say if self._writer else say_by_rank
         stacks = self.spec.workdir / f"standstill-{distributed.rank()}.txt"
-        seconds = config.watchdog_seconds
-        watchdog = Watchdog(seconds, say, program=self._clock.program, stacks=stacks)
+        program = self._clock.program
+        watchdog = Watchdog(config.watchdog_seconds, say, program=program, stacks=stacks)
         self._watchdog = self._stack.enter_context(watchdog)
         if config.sinks and leads:
             self._sender = Sender(
@@ -178,8 +179,8 @@ class Session:
                 signals = distributed.gather_results(self._pending_signal)
                 signal = next((number for number in signals if number is not None), None)
                 if signal is not None:  # a signal that arrives meanwhile waits: it is never unset
-                    self._stop.signal = signal
-                    self._stop.check()
+                    self._interrupt.signal = signal
+                    self._interrupt.check()
         self.wait_for_programs(phase)
         self._beat(phase)
         if report is None:
@@ -190,13 +191,13 @@ class Session:
             return
         self._counts.add(report)
         self._finished += report.finished
-        seen = self._counts.metrics(time.perf_counter() - self._phase_start)
+        rates = self._counts.metrics(time.perf_counter() - self._phase_start)
         self._progress.update(
             phase,
             finished_samples=self._finished,
             live_rows=report.live,
-            tokens_per_second=seen["generation/tokens_per_second"],
-            tokens_per_round=seen["generation/tokens_per_round"],
+            tokens_per_second=rates["generation/tokens_per_second"],
+            tokens_per_round=rates["generation/tokens_per_round"],
         )
 
     @contextlib.contextmanager
@@ -232,15 +233,16 @@ class Session:
             self._writer.write_rows("strategies", step, report.strategies)
             if self._sender:
                 self._sender.add(step, report.metrics, samples=report.samples)
-                kept = self.spec.config.checkpoint.every
-                self._sender.send(self._checkpoints.on_disk() if kept else state.step)
+                # A run that resumes repeats the steps after its checkpoint, and sends them then.
+                saves = self.spec.config.checkpoint.every
+                self._sender.send(self._checkpoints.on_disk() if saves else state.step)
 
         distributed.run_on_all(write)
         compiling = self._clock.take_held_up()
         self._progress.finish(report.metrics, compiling, self._other_seconds(state.step))
         if skipped := report.metrics.get("training/skipped"):
             self._progress.say(f"{skipped:.0f} minibatches skipped: a number was not finite")
-        self._call_back(lambda one: one.after_step(step, report.metrics))
+        self._call_back(lambda callback: callback.after_step(step, report.metrics))
         every = self.spec.config.checkpoint.every
         if every and state.step % every == 0:
             self.save(state)
@@ -270,10 +272,10 @@ class Session:
                 self._sender.add(step, report.means, held_out=report.samples)
 
         distributed.run_on_all(write)
-        self._call_back(lambda one: one.after_evaluation(step, report.means))
+        self._call_back(lambda callback: callback.after_evaluation(step, report.means))
 
     def _call_back(self, call: Callable[[Callback], bool | None]) -> None:
-        """Call each callback; all processes learn whether one ends the run."""
+        """Call each callback on the leader; all processes learn whether one ends the run."""
         if not self._callbacks:
             return
         ended = self.ends
@@ -345,7 +347,7 @@ class Session:
     def _pending_signal(self) -> int | None:
         """Return the signal that this process received; raise Unsaved if a save has failed."""
         self._checkpoints.check()
-        return self._stop.signal
+        return self._interrupt.signal
 
     def _listen(self, may_stop: bool) -> None:
         """Stop if this process or another received a signal.
@@ -355,14 +357,14 @@ class Session:
         if not distributed.started():
             self._checkpoints.check()
         now = time.monotonic()
-        if self._stop.signal is not None:
-            distributed.publish(STOP, self._stop.signal)
-        elif now - self._looked > LOOK_SECONDS:
-            self._looked = now
+        if self._interrupt.signal is not None:
+            distributed.publish(STOP, self._interrupt.signal)
+        elif now - self._polled > POLL_SECONDS:
+            self._polled = now
             signal = distributed.read_published(STOP, int)
-            self._stop.signal = self._stop.signal if signal is None else signal
+            self._interrupt.signal = self._interrupt.signal if signal is None else signal
         if may_stop:
-            self._stop.check()
+            self._interrupt.check()
 
 
 def preview(spec: RunSpec) -> str:

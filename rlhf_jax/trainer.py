@@ -207,7 +207,7 @@ def compile_ahead(state: RunState, run: Run, session: Session) -> RunState:
         settings.layout.platform,
         models[0].norm.dtype.itemsize,
         rows=decoding.max_rows,
-        slots=decoding.max_length,
+        cache_length=decoding.max_length,
     )
     after = before.with_selectors(begin_selectors(selectors, settings, analyse, costs))
     return state._replace(host=dataclasses.replace(state.host, generation=after))

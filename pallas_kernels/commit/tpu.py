@@ -47,49 +47,50 @@ class Buffers(NamedTuple):
 
     tiles: Ref  # [C, tiles, G, D, LANES] or [C, tiles, G, unit, D]
     window: Ref  # [C, G, W, D]
-    come: Ref  # []: incoming copies
-    gone: Ref  # []: outgoing copies
+    incoming: Ref  # []
+    outgoing: Ref  # []
 
 
 def commit(
     cache: Cache, window: Cache, path: Array, start: Array, *, interpret: Any = False
 ) -> Cache:
-    """Compute `reference.commit` of bfloat16 (D even) or float32, bit for bit.
+    """Write window entries path [B, J] int32 of every layer to slots start [B] int32 onwards.
 
-    Only signalling NaNs may differ. The window has at most 128 tokens. Of each row it reads and
-    writes the tiles that hold the J slots, of keys 128 slots and of values 32 bytes' worth, while
-    the next row is in transfer. It works in place if the cache is donated and T is a multiple of
-    128: any other cache is padded, a copy that XLA's layout of such an array would cost as well.
-    Raises ValueError for a window that is too wide. `interpret` (True, or the parameters of Pallas'
-    TPU interpreter) runs it on any hardware, slowly.
+    It equals `reference.commit` of bfloat16 (D even) or float32, bit for bit, except for signalling
+    NaNs. Per layer the cache is k [B, G, D, T] and v [B, G, T, D], the window k [B, G, D, W] and
+    v [B, G, W, D], with W at most 128: ValueError for more. Of each row it reads and writes the
+    tiles that hold its J slots, of keys 128 slots and of values 32 bytes' worth, while the next row
+    is in transfer. It works in place if the cache is donated and T is a multiple of 128: any other
+    cache is padded, a copy that XLA's layout of such an array would cost as well. `interpret`
+    (True, or the parameters of Pallas' TPU interpreter) runs it on any hardware, slowly.
     """
     check_ranks([path, start, *jax.tree.leaves((cache, window))], [2, 1] + [4] * (4 * len(cache)))
     dim, slots = cache[0][0].shape[2:]
-    width = window[0][0].shape[3]
-    if width > LANES:
+    tokens = window[0][0].shape[3]
+    if tokens > LANES:
         raise ValueError(
-            f"The window has {width} tokens; this kernel gathers from at most {LANES}."
+            f"The window has {tokens} tokens; this kernel gathers from at most {LANES}."
         )
     # As in `dynamic_update_slice`: from the end if negative, and never beyond it.
     first = jnp.clip(jnp.where(start < 0, start + slots, start), 0, slots - path.shape[1])
-    slack = (0, -slots % LANES)
-    if slack[1]:
-        of_keys = ((0, 0), (0, 0), (0, 0), slack)
-        of_values = ((0, 0), (0, 0), slack, (0, 0))
+    padding = -slots % LANES
+    if padding:
+        of_keys = ((0, 0), (0, 0), (0, 0), (0, padding))
+        of_values = ((0, 0), (0, 0), (0, padding), (0, 0))
         padded = tuple((jnp.pad(key, of_keys), jnp.pad(value, of_values)) for key, value in cache)
         done = commit(padded, window, path, first, interpret=interpret)
         return tuple((key[..., :slots], value[:, :, :slots]) for key, value in done)
 
     (keys, values), (new_keys, new_values) = (zip(*of, strict=True) for of in (cache, window))
-    new_keys = tuple(leaf.swapaxes(2, 3) for leaf in new_keys)
+    new_keys = tuple(leaf.swapaxes(2, 3) for leaf in new_keys)  # as `Leaves.window`
     if dim % LANES == 0:
         lanes = Leaves(3, keys, new_keys)
         rows = Leaves(2, values, new_values)
         done = _commit_leaves(lanes, rows, path, start=first, interpret=interpret)
         return tuple(zip(*done, strict=True))
     # XLA lays out values narrower than a tile with the slots last: they are then moved like keys.
-    turned = tuple(leaf.swapaxes(2, 3) for leaf in values)
-    both = Leaves(3, keys + turned, new_keys + new_values)
+    values_as_keys = tuple(leaf.swapaxes(2, 3) for leaf in values)
+    both = Leaves(3, keys + values_as_keys, new_keys + new_values)
     done, _ = _commit_leaves(both, Leaves(2, (), ()), path, start=first, interpret=interpret)
     return tuple(
         (key, value.swapaxes(2, 3))
@@ -143,7 +144,11 @@ def _kernel(
     lane_cache: tuple[Ref, ...],
     row_cache: tuple[Ref, ...],
 ) -> None:
-    """Commit `count` rows, in as many leaves at a time as fit vector memory."""
+    """Commit `count` rows, in as many leaves at a time as fit vector memory.
+
+    start [B] and path [B, J] int32 are in scalar memory. `_` are the input caches, whose memory the
+    outputs, `lane_cache` and `row_cache`, have.
+    """
     # Computed out here: Pallas' plain interpreter does not support it in the scopes and loops
     # below.
     first = pl.program_id(0) * count
@@ -204,25 +209,25 @@ def _commit_rows(
             """Wait until the buffers are free."""
             _, mine, tiles, _ = at(step - 2)
             for needed, memory, buffer in tiles:
-                pl.when(needed)(pltpu.make_async_copy(buffer, memory, mine.gone).wait)
+                pl.when(needed)(pltpu.make_async_copy(buffer, memory, mine.outgoing).wait)
 
         @pl.when(step < count)
         def fetch() -> None:
             """Start filling the buffers."""
             _, mine, tiles, windows = at(step)
             for needed, memory, buffer in tiles + windows:
-                pl.when(needed)(pltpu.make_async_copy(memory, buffer, mine.come).start)
+                pl.when(needed)(pltpu.make_async_copy(memory, buffer, mine.incoming).start)
 
         @pl.when((step >= 1) & (step <= count))
         def change() -> None:
             """Write the accepted entries into the tiles, and send those back."""
             row, mine, tiles, windows = at(step - 1)
             for needed, memory, buffer in tiles + windows:
-                pl.when(needed)(pltpu.make_async_copy(memory, buffer, mine.come).wait)
+                pl.when(needed)(pltpu.make_async_copy(memory, buffer, mine.incoming).wait)
             change_tiles = _change_lanes if leaves.axis == 3 else _change_rows
             change_tiles(mine, row, start[row], path, *wide)
             for needed, memory, buffer in tiles:
-                pl.when(needed)(pltpu.make_async_copy(buffer, memory, mine.gone).start)
+                pl.when(needed)(pltpu.make_async_copy(buffer, memory, mine.outgoing).start)
 
     lax.fori_loop(0, count + 2, run, None)
 
@@ -249,7 +254,7 @@ def _aligned(slot: Array, unit: int) -> Array:
 def _change_lanes(mine: Buffers, row: Array, start: Array, path: Ref) -> None:
     """Write a row's accepted entries by a gather along lanes.
 
-    No value, NaN or other, touches another.
+    No value, NaN or other, touches another. start []: the first slot of row `row`.
     """
     (layers, tiles, groups) = mine.tiles.shape[:3]
     entries = path.shape[1]

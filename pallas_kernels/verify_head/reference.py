@@ -94,12 +94,12 @@ def parts_of(z: Array, noise: Array, temperature: ArrayLike) -> Parts:
 
     The block noise is `[..., ceil(V/256)]` and is used if the temperature `[...]` is above 0.
     """
-    mass = jax.nn.logsumexp(blocks(z), -1)
+    log_sums = jax.nn.logsumexp(blocks(z), -1)
     greedy = jnp.asarray(temperature)[..., None] == 0
-    scores = jnp.where(greedy, jnp.max(blocks(z), -1), mass + noise)
+    scores = jnp.where(greedy, jnp.max(blocks(z), -1), log_sums + noise)
     block = jnp.argmax(scores, -1)[..., None].astype(jnp.int32)
     chosen = inside(z, block)[..., 0, :]
-    normaliser = jax.nn.logsumexp(mass, -1)
+    normaliser = jax.nn.logsumexp(log_sums, -1)
     return Parts(normaliser, jnp.max(scores, -1), block[..., 0], inside=chosen)
 
 

@@ -55,6 +55,8 @@ def verify_head(
 ) -> Parts:
     """Compute `reference.verify_head` without [R, V] anywhere in device memory.
 
+    hidden [R, M]; head [M, V], or [V, M] if `tied`; both bfloat16 or both float32. noise [R,
+    ceil(V/256)] and temperature [R] are float32; `vocab` is the number of valid tokens of the head.
     A draw differs from the reference's only where rounding decides: logits are summed in another
     order. Logits may be -inf; NaN makes the normaliser NaN. `interpret` (True, or the parameters of
     Pallas' TPU interpreter) runs it on any hardware, slowly.
@@ -70,12 +72,12 @@ def verify_head(
     count = jnp.asarray(held if vocab is None else vocab, jnp.int32).reshape(1)
     span = cut.steps * cut.blocks
     padded = jnp.pad(noise, ((0, 0), (0, SPANS * span - noise.shape[1])))
-    of_spans = padded.reshape(-1, SPANS, span).swapaxes(0, 1)
+    noise_of_spans = padded.reshape(-1, SPANS, span).swapaxes(0, 1)
 
     in_specs, out_specs = _specs(cut, width, held, tied=tied)
     sizes = ((span, jnp.float32), (1, jnp.float32), (1, jnp.int32), (BLOCK, jnp.float32))
     reads = pl.cdiv(rows, cut.rows)
-    mass, score, block, inside = pl.pallas_call(
+    log_sums, score, block, inside = pl.pallas_call(
         functools.partial(_kernel, cut=cut, tied=tied),
         grid=(SPANS, reads, cut.steps),
         in_specs=in_specs,
@@ -91,8 +93,8 @@ def verify_head(
         ),
         interpret=interpret,
         name="verify_head",
-    )(count, temperature[:, None], hidden, head, of_spans)
-    normaliser = jax.nn.logsumexp(mass, -1)
+    )(count, temperature[:, None], hidden, head, noise_of_spans)
+    normaliser = jax.nn.logsumexp(log_sums, -1)
     parts = Parts(normaliser, score[..., 0], block[..., 0], inside=inside)
     first = jnp.arange(SPANS, dtype=jnp.int32) * span
     together = functools.partial(combine, axis_name="span")
@@ -154,7 +156,7 @@ def _kernel(
     hidden: Ref,
     head: Ref,
     noise: Ref,
-    mass: Ref,
+    log_sums: Ref,
     score: Ref,
     block: Ref,
     inside: Ref,
@@ -162,7 +164,13 @@ def _kernel(
     cut: Tiles,
     tied: bool,
 ) -> None:
-    """Process one vocabulary tile against one row tile, chunk by chunk."""
+    """Process one vocabulary tile against one row tile, chunk by chunk.
+
+    vocab [1] int32; temperature [rows, 1] float32; hidden [rows, M]; head [M, tokens] or [tokens,
+    M]; noise [rows, 128] float32, of 128 blocks. Results, float32 but for `block`: log_sums [rows,
+    128], the log-sum-exps of 128 blocks; of the best block score [rows, 1], its number in the span,
+    block [rows, 1] int32, and its logits, inside [rows, 256].
+    """
     step = pl.program_id(2)
     tile = pl.program_id(0) * cut.steps + step
     # The lane of this tile's first block.
@@ -180,7 +188,7 @@ def _kernel(
     @pl.when(lane == 0)
     def begin_lanes() -> None:
         """Start the next 128 log-sum-exps."""
-        mass[...] = jnp.full(mass.shape, -jnp.inf, mass.dtype)
+        log_sums[...] = jnp.full(log_sums.shape, -jnp.inf, log_sums.dtype)
 
     @pl.loop(0, cut.rows // cut.chunk)
     def take_chunk(index: Array) -> None:
@@ -198,16 +206,18 @@ def _kernel(
         # One division per row: the reference multiplies, too.
         z = z * (1 / jnp.where(greedy, 1.0, divisor))
         # Values past the vocabulary are meaningless.
-        known = vocab[0]
+        valid = vocab[0]
         token = lax.broadcasted_iota(jnp.int32, z.shape, 1)
-        z = jnp.where(token < known - tile * z.shape[1], z, -jnp.inf)
+        z = jnp.where(token < valid - tile * z.shape[1], z, -jnp.inf)
 
         pieces = [(lane + j, z[:, j * BLOCK : (j + 1) * BLOCK]) for j in range(cut.blocks)]
-        peaks, masses = _block_sums(pieces)
-        mass[rows, :] = jnp.maximum(mass[rows, :], masses)
-        scores = jnp.where(greedy, peaks, masses + noise[rows, :])
-        scores = jnp.where(masses > -jnp.inf, scores, -jnp.inf)
-        first = step * cut.blocks - lane
+        peaks, of_tile = _block_sums(pieces)
+        # Both are -inf in the lanes of the other's blocks.
+        log_sums[rows, :] = jnp.maximum(log_sums[rows, :], of_tile)
+        scores = jnp.where(greedy, peaks, of_tile + noise[rows, :])
+        # Noise past its end may be NaN.
+        scores = jnp.where(of_tile > -jnp.inf, scores, -jnp.inf)
+        first = step * cut.blocks - lane  # the block of lane 0
         _keep_better(scores, pieces, first, best=(score, block, inside), rows=rows)
 
 

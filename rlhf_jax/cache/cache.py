@@ -35,7 +35,7 @@ class Window(OwnSpecs):
         return jax.tree.map(lambda _: HEADS_SPEC, self)
 
 
-def window_layout(key: jax.Array, value: jax.Array) -> LayerCache:
+def to_cache_axes(key: jax.Array, value: jax.Array) -> LayerCache:
     """Transpose keys and values [B, W, G, D] to (k [B, G, D, W], v [B, G, W, D]).
 
     Both products of attention then read contiguous rows.
@@ -55,7 +55,7 @@ class KVCache(OwnSpecs):
 
     @classmethod
     @abc.abstractmethod
-    def empty(cls, config: ModelConfig, rows: int, slots: int, layout: Layout) -> Self:
+    def empty(cls, config: ModelConfig, rows: int, cache_length: int, layout: Layout) -> Self:
         """Make a cache for a model, in the layout's dtype, inside a jitted function."""
 
     @classmethod
@@ -89,8 +89,8 @@ class KVCache(OwnSpecs):
         """Return the mesh axes of each leaf, a tuple each in its place."""
 
     @abc.abstractmethod
-    def rows_out(self, rows: Array, slots: int) -> KVCache:
-        """Return rows [R] int32, cut to `slots`; every leaf begins with the row.
+    def rows_out(self, rows: Array, cache_length: int) -> KVCache:
+        """Return rows [R] int32, cut to this length; every leaf begins with the row.
 
         A row past the end gives zeros, so that the parts of several devices can be summed.
         """
@@ -98,7 +98,7 @@ class KVCache(OwnSpecs):
     def rows_in(self, rows: Array, new: KVCache) -> Self:
         """Write the output of `rows_out` or `prefill` to rows [R] int32; drop rows past the end.
 
-        new may have fewer slots.
+        new may have a shorter cache.
         """
         return jax.tree.map(lambda old, leaf: write_rows(old, rows, leaf), self, new)
 

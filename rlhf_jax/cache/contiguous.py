@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from pallas_kernels import implementation
 from pallas_kernels.arrays import Cache, LayerCache
-from rlhf_jax.cache.cache import HEADS_SPEC, KVCache, Window, pick_rows, window_layout
+from rlhf_jax.cache.cache import HEADS_SPEC, KVCache, Window, pick_rows, to_cache_axes
 from rlhf_jax.mesh import Layout, on_each
 from rlhf_jax.types import Array, ModelConfig
 
@@ -25,15 +25,17 @@ class ContiguousCache(KVCache):
     layers: Cache
 
     @classmethod
-    def empty(cls, config: ModelConfig, rows: int, slots: int, layout: Layout) -> ContiguousCache:
+    def empty(
+        cls, config: ModelConfig, rows: int, cache_length: int, layout: Layout
+    ) -> ContiguousCache:
         """Make a cache of zeros."""
         heads = config.num_kv_heads
         dim = config.head_dim
         return cls(
             tuple(
                 (
-                    jnp.zeros((rows, heads, dim, slots), layout.dtype),
-                    jnp.zeros((rows, heads, slots, dim), layout.dtype),
+                    jnp.zeros((rows, heads, dim, cache_length), layout.dtype),
+                    jnp.zeros((rows, heads, cache_length, dim), layout.dtype),
                 )
                 for _ in range(config.num_layers)
             )
@@ -63,9 +65,11 @@ class ContiguousCache(KVCache):
         """Return the mesh axes of each leaf: rows and key-value heads are split."""
         return jax.tree.map(lambda _: HEADS_SPEC, self)
 
-    def rows_out(self, rows: Array, slots: int) -> ContiguousCache:
-        """Return rows [R] int32, cut to `slots`."""
-        cut = tuple((key[..., :slots], value[:, :, :slots]) for key, value in self.layers)
+    def rows_out(self, rows: Array, cache_length: int) -> ContiguousCache:
+        """Return rows [R] int32, cut to this length."""
+        cut = tuple(
+            (key[..., :cache_length], value[:, :, :cache_length]) for key, value in self.layers
+        )
         return ContiguousCache(jax.tree.map(lambda leaf: pick_rows(leaf, rows), cut))
 
 
@@ -82,14 +86,14 @@ def _attend_cached(
     """Attend from Q new tokens to a row's cache and to the window of uncommitted tokens.
 
     query [B, Q, H, D], key and value [B, Q, G, D] are the last Q of the window's W tokens; `memory`
-    is the layer's cache (T slots, of which the first `length[B]` are valid) and the window before
-    them (`None` if empty); mask [B, Q, W] marks the tokens of the window that a query sees.
-    `attend` is `tree_attention`. Returns out [B, Q, H, D] and the grown window. The cache is only
-    read: accepted entries are committed later.
+    is the layer's cache (T slots, of which the first `length` [B] int32 are valid) and the window
+    before them, k [B, G, D, W - Q] and v [B, G, W - Q, D] (`None` if empty); mask [B, Q, W] bool
+    marks the tokens of the window that a query sees. `attend` is `tree_attention`. Returns out [B,
+    Q, H, D] and the grown window. The cache is only read: accepted entries are committed later.
     """
     chex.assert_rank([query, key, value, length, mask], [4, 4, 4, 1, 3])
     cache, window = memory
-    keys, values = window_layout(key, value)
+    keys, values = to_cache_axes(key, value)
     if window is not None:
         keys = jnp.concatenate([window[0], keys], axis=3)
         values = jnp.concatenate([window[1], values], axis=2)
@@ -111,6 +115,7 @@ def _tree_attention(layout: Layout) -> Callable[..., jax.Array]:
         rows, heads = cache[:2]
         new = PartitionSpec(rows, None, heads)
         of_rows = PartitionSpec(rows)
+        # of the query, keys and values of the cache and of the window, the lengths and the mask
         specs = (new, cache, cache, cache, cache, of_rows, of_rows)
         return on_each(attend, layout, specs, new)(query, cache_k, *others)
 

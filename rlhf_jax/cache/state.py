@@ -53,23 +53,23 @@ class DecodeState:
     draft: DraftState | None
 
 
-def rows_out(state: DecodeState, rows: Array, slots: int) -> DecodeState:
-    """Return rows [R] int32 of a state, cut to `slots` token slots; row first, caches included.
+def rows_out(state: DecodeState, rows: Array, cache_length: int) -> DecodeState:
+    """Return rows [R] int32 of a state, cut to a length in tokens; row first, caches included.
 
     A row past the end gives zeros.
     """
 
     def give(part):
-        return part.rows_out(rows, slots) if is_cache(part) else pick_rows(part, rows)
+        return part.rows_out(rows, cache_length) if is_cache(part) else pick_rows(part, rows)
 
-    cut = dataclasses.replace(state, tokens=state.tokens[:, :slots])
+    cut = dataclasses.replace(state, tokens=state.tokens[:, :cache_length])
     return jax.tree.map(give, cut, is_leaf=is_cache)
 
 
 def rows_in(state: DecodeState, rows: Array, new: DecodeState) -> DecodeState:
     """Write the output of `rows_out`, or new rows, to rows [R] int32 of a state.
 
-    Rows past the end are dropped. new may have fewer slots.
+    Rows past the end are dropped. new may be shorter.
     """
 
     def put(part, new):

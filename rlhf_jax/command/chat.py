@@ -57,15 +57,15 @@ def main(argv: list[str]) -> int:
     print("loading the model ...", file=sys.stderr, flush=True)
     source = open_source(str(place / "policy") if has_policy else options.model)
     chat: list[Message] = [{"role": "system", "content": options.system}] if options.system else []
-    says = iter(options.say) if options.say else _lines()
-    for answer in answers(source, says, chat, options.temperature, options.tokens, options.seed):
+    texts = iter(options.say) if options.say else _typed_lines()
+    for answer in answers(source, texts, chat, options.temperature, options.tokens, options.seed):
         print(answer, flush=True)
     return 0
 
 
 def answers(
     source: Source,
-    says: Iterator[str],
+    texts: Iterator[str],
     chat: list[Message],
     temperature: float,
     most_tokens: int,
@@ -73,7 +73,8 @@ def answers(
 ) -> Iterator[str]:
     """Yield the answer to each message; `chat` holds the conversation so far and grows.
 
-    Raises ValueError, in one sentence, if the context has no room for the conversation.
+    temperature: 0 takes the likeliest token. most_tokens: of an answer. Raises ValueError, in one
+    sentence, if the context has no room for the conversation.
     """
     context = min(MOST_CONTEXT, source.config.max_context)
     on_cpu = jax.devices()[0].platform == "cpu"
@@ -82,7 +83,7 @@ def answers(
     decoding = GenerationConfig(
         Sampling(temperature), (PLAIN,), source.stop_tokens, 1, max_length=context, seed=seed
     )
-    for number, text in enumerate(says):
+    for number, text in enumerate(texts):
         chat.append({"role": "user", "content": text})
         prompt = np.array(source.tokenizer.encode_chat(chat), np.int32)
         room = min(most_tokens, context - len(prompt))
@@ -100,9 +101,10 @@ def answers(
         yield answer
 
 
-def _lines() -> Iterator[str]:
-    """Yield lines from the terminal or a pipe, up to an empty line."""
+def _typed_lines() -> Iterator[str]:
+    """Yield lines from the terminal or a pipe, up to an empty line or the end of the input."""
     while True:
+        # to stderr, as stdout has the answers alone
         print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline().strip()
         if not line:

@@ -38,25 +38,25 @@ from rlhf_jax.setup.validation import check_values
 
 
 class StageRun(NamedTuple):
-    """Hold a run of a workflow."""
+    """Hold a stage of a workflow, which is an ordinary run."""
 
     name: str
     workdir: pathlib.Path
     config: Config
-    words: list[str]  # the arguments of `rlhf-jax train`
+    arguments: list[str]  # of `rlhf-jax train`
 
     @property
-    def named(self) -> dict[str, str]:
-        """Return the files and folders that the config names, by key."""
+    def paths(self) -> dict[str, str]:
+        """Return the local files and folders that the config names, by key."""
         values = flat(self.config)
-        found = {}
+        paths = {}
         for key in command_line.PATH_KEYS:
             several = values[key] if isinstance(values[key], (list, tuple)) else [values[key]]
-            for place, spec in enumerate(several):
+            for index, spec in enumerate(several):
                 path = spec.rpartition(":")[0] if is_of_file(spec) else spec
                 if path and not is_remote(path):
-                    found[f"{key}[{place}]" if len(several) > 1 else key] = path
-        return found
+                    paths[f"{key}[{index}]" if len(several) > 1 else key] = path
+        return paths
 
 
 def main(argv: list[str]) -> int:
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    """Read the command line, and take the stages in order."""
+    """Read the command line, and run the stages in order."""
     parser = argparse.ArgumentParser(
         prog=argv[0],
         usage=f"{argv[0]} [CONFIG] [--workdir DIR] [--config.KEY=VALUE] [--STAGE.KEY=VALUE]",
@@ -80,18 +80,19 @@ def _main(argv: list[str]) -> int:
         "config", nargs="?", default="workflow", metavar="CONFIG", help="a file with STAGES"
     )
     parser.add_argument("--workdir", help="of the workflow; runs/CONFIG without it", metavar="DIR")
-    asked, changes = parser.parse_known_args(argv[1:])
-    place = asked.workdir or f"runs/{pathlib.PurePath(asked.config).stem}"
-    if ":" in place:
+    options, changes = parser.parse_known_args(argv[1:])
+    folder = options.workdir or f"runs/{pathlib.PurePath(options.config).stem}"
+    if ":" in folder:  # `train CONFIG:DIR/STAGE` is split at its last colon
         raise ValueError(
-            f"--workdir is {place}; a workflow lives in a folder of this machine, without a colon."
+            f"--workdir is {folder}; a workflow lives in a folder of this machine, without a colon."
         )
-    workdir = pathlib.Path(place).expanduser()
-    stages = read_stages(asked.config, workdir, changes)
+    workdir = pathlib.Path(folder).expanduser()
+    stages = read_stages(options.config, workdir, changes)
     for number, stage in enumerate(stages, start=1):
-        if code := take(stage, f"{number} of {len(stages)}"):
+        if code := run_stage(stage, f"{number} of {len(stages)}"):
             return code
-    print(f"The report of the workflow is {write_workflow(workdir, [s.name for s in stages])}.")
+    report = write_workflow(workdir, [stage.name for stage in stages])
+    print(f"The report of the workflow is {report}.")
     return 0
 
 
@@ -113,29 +114,29 @@ def read_stages(spec: str, workdir: pathlib.Path, changes: Sequence[str]) -> lis
             raise ValueError(f"{change!r} is none of {places}.")
     stages = []
     for name in names:
-        own = [
+        of_stage = [
             f"--config.{change[2:].partition('.')[2]}"
             for change in changes
             if change[2:].partition(".")[0] in ("config", name)
         ]
-        place = workdir / name
-        words = ["--config", f"{spec}:{place}", *own]
-        config = command_line.read(["rlhf-jax train", *words])
-        if pathlib.Path(config.workdir) != place:
+        stage_dir = workdir / name
+        arguments = ["--config", f"{spec}:{stage_dir}", *of_stage]
+        config = command_line.read(["rlhf-jax train", *arguments])
+        if pathlib.Path(config.workdir) != stage_dir:
             raise ValueError(
                 f"The stage {name!r} of {path} lives in {config.workdir}; get_config() must put it"
-                f" in the folder that it is given, {place}."
+                f" in the folder that it is given, {stage_dir}."
             )
         if config.dry_run:
             raise ValueError(
-                f"dry_run is set; check a stage by rlhf-jax train {' '.join(words)}, whose earlier"
-                " stages are done."
+                f"dry_run is set; check a stage by rlhf-jax train {' '.join(arguments)}, whose"
+                " earlier stages are done."
             )
         try:
             check_values(config)
         except (ValueError, FileNotFoundError) as error:
             raise type(error)(f"{name}: {error}") from error
-        stages.append(StageRun(name, place, config, words))
+        stages.append(StageRun(name, stage_dir, config, arguments))
     _check_order(stages, workdir)
     return stages
 
@@ -165,24 +166,26 @@ def _check_order(stages: Sequence[StageRun], workdir: pathlib.Path) -> None:
     names = [stage.name for stage in stages]
     root = os.path.abspath(workdir)
     for number, stage in enumerate(stages):
-        for key, place in stage.named.items():
-            path = pathlib.Path(os.path.abspath(place))
+        for key, named in stage.paths.items():
+            path = pathlib.Path(os.path.abspath(named))
             if path.is_relative_to(root):
                 other = (*path.relative_to(root).parts, "")[0]
                 if other in names[number:]:
                     raise ValueError(
-                        f"{stage.name}: {key} is {place}, which the stage {other!r} makes later or"
+                        f"{stage.name}: {key} is {named}, which the stage {other!r} makes later or"
                         " itself; name the folder of an earlier stage."
                     )
                 if other not in names:
-                    raise ValueError(f"{stage.name}: {key} is {place}, which no stage makes.")
-            elif path.suffix in (".py", ".jsonl", ".parquet") and not find(place).is_file():
-                raise FileNotFoundError(f"{stage.name}: {key}: there is no file {place}.")
+                    raise ValueError(f"{stage.name}: {key} is {named}, which no stage makes.")
+            elif path.suffix in (".py", ".jsonl", ".parquet") and not find(named).is_file():
+                raise FileNotFoundError(f"{stage.name}: {key}: there is no file {named}.")
 
 
-def take(stage: StageRun, place: str) -> int:
-    """Do the run of a stage unless it is done; return its exit code.
+def run_stage(stage: StageRun, position: str) -> int:
+    """Do the run of a stage unless it is done; return its exit code, as a shell gives it.
 
+    position: of the stage among all, as "1 of 3", to be printed. The stage's folder keeps a record:
+    its identity, whether it is done, its seconds over all attempts, and the model folders it left.
     Raises ValueError where the folder was made with another config, other data or other models.
     """
     record_file = stage.workdir / RECORD
@@ -191,25 +194,26 @@ def take(stage: StageRun, place: str) -> int:
     if record_file.is_file():
         earlier = _read_record(record_file)
         record["seconds"] = earlier["seconds"]
+        # A stage whose models were removed is run again.
         record["done"] = earlier["done"] and all(
             (stage.workdir / name).exists() for name in earlier["left"]
         )
         if earlier["done"]:  # a run that goes on compares its checkpoints itself
             _check_same(stage, earlier["identity"], identity)
     if record["done"]:
-        print(f"Stage {place}, {stage.name}, is done: {stage.workdir}.")
+        print(f"Stage {position}, {stage.name}, is done: {stage.workdir}.")
         return 0
     stage.workdir.mkdir(parents=True, exist_ok=True)
     write_atomically(record_file, json.dumps(record, indent=1).encode())
-    print(f"Stage {place}, {stage.name}: rlhf-jax train {' '.join(stage.words)}", flush=True)
+    print(f"Stage {position}, {stage.name}: rlhf-jax train {' '.join(stage.arguments)}", flush=True)
     began = time.monotonic()
-    command = [sys.executable, "-m", "rlhf_jax.command", "train", *stage.words]
+    command = [sys.executable, "-m", "rlhf_jax.command", "train", *stage.arguments]
     code = _run(command)
     record["seconds"] += time.monotonic() - began
     record["done"] = code == 0
     record["left"] = sorted(path.parent.name for path in stage.workdir.glob("*/config.json"))
     write_atomically(record_file, json.dumps(record, indent=1).encode())
-    return code if code >= 0 else 128 - code
+    return code if code >= 0 else 128 - code  # negative: the signal that ended the run
 
 
 def _read_record(file: pathlib.Path) -> dict[str, Any]:
@@ -252,34 +256,35 @@ def _run(command: list[str]) -> int:
 
 
 def _identity(stage: StageRun) -> dict[str, Any]:
-    """Return what makes a stage what it is: config, code, and what it reads by digest."""
-    named = stage.named
+    """Return the identity of a stage: config, code, and digests of the files that it reads."""
     settings = {
         key: value
         for key, value in binding_settings(stage.config).items()
         if key not in command_line.PATH_KEYS
     }
-    found = {
+    # of code by its file's name alone, so that a workflow may be moved
+    identity = {
         re.sub(r"^the code of .*/", "the code of ", key): value for key, value in settings.items()
     }
-    found["steps"] = stage.config.steps
+    identity["steps"] = stage.config.steps
     values = flat(stage.config)
-    found |= {key: values[key] for key in command_line.PATH_KEYS if is_remote(str(values[key]))}
-    found |= {f"the content of {key}": _digest(find(path)) for key, path in named.items()}
-    return json.loads(json.dumps(found, default=str))
+    identity |= {key: values[key] for key in command_line.PATH_KEYS if is_remote(str(values[key]))}
+    contents = {key: _digest(find(path)) for key, path in stage.paths.items()}
+    identity |= {f"the content of {key}": digest for key, digest in contents.items()}
+    return json.loads(json.dumps(identity, default=str))  # as `_read_record` will return it
 
 
 def _digest(path: pathlib.Path) -> str:
     """Return 16 hexadecimal digits of a file's or folder's content; its name where it is none."""
     if not path.exists():
         return str(path)
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in [path] if path.is_file() else sorted(path.rglob("*")):
         if file.is_file() and not file.name.startswith("."):
             with file.open("rb") as content:
-                own = hashlib.file_digest(content, "sha256").digest()
-            found.update(f"{file.relative_to(path)} ".encode() + own)
-    return found.hexdigest()[:16]
+                of_file = hashlib.file_digest(content, "sha256").digest()
+            digest.update(f"{file.relative_to(path)} ".encode() + of_file)
+    return digest.hexdigest()[:16]
 
 
 def _check_same(stage: StageRun, old: dict[str, Any], new: dict[str, Any]) -> None:

@@ -63,7 +63,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **arguments: Any,
     ) -> list[list[int]]:
-        """Return the token ids of each chat in the chat template; errors are those of `render`."""
+        """Return the token ids of each chat in the chat template; errors as in `render_all`."""
         texts = self.render_all(chats, add_generation_prompt, **arguments)
         for index, text in enumerate(texts):
             if has_surrogate(text):
@@ -111,15 +111,18 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **arguments: Any,
     ) -> list[str]:
-        """Render each chat by the chat template, as `render` does."""
+        """Render each chat by the chat template, as `render` does, all in one process.
+
+        The `index` of a RenderingError is that of the first chat that failed.
+        """
         renderer = self._renderer
         if arguments.get("tools") is not None:
-            renderer = self._tool_renderer or renderer
+            renderer = self._tool_renderer or renderer  # as in transformers
         if renderer is None:
             raise ValueError(f"{self.origin} has no chat template; give prompts as plain strings.")
-        given = {"add_generation_prompt": add_generation_prompt, **self.special, **arguments}
+        inputs = {"add_generation_prompt": add_generation_prompt, **self.special, **arguments}
         try:
-            return renderer.render(chats, given)
+            return renderer.render(chats, inputs)
         except RenderingError as error:
             raise RenderingError(
                 f"{self.origin}: the chat template failed on the messages: {error}.", error.index
@@ -132,21 +135,25 @@ class Tokenizer:
 
         Raises ValueError where a message has a character that is the mark, and as `render` does.
         """
-        given = json.dumps([dict(message) for message in messages], ensure_ascii=False, default=str)
-        if any(mark in given for mark in ANSWER_MARKS):
+        text = json.dumps([dict(message) for message in messages], ensure_ascii=False, default=str)
+        if any(mark in text for mark in ANSWER_MARKS):
             raise ValueError("A message has a character for private use, U+E0FE or U+E0FF.")
         marked = self.render(messages, False, **{MARKED: True}, **arguments)
         pieces = re.split("|".join(ANSWER_MARKS), marked)
         ends = np.cumsum([len(piece) for piece in pieces])
+        # Marks stand before and after each answer, so every second piece is one.
         answers = [slice(*map(int, ends[at - 1 : at + 1])) for at in range(1, len(pieces), 2)]
         return "".join(pieces), answers
 
     def encode_marked(self, text: str, answers: Sequence[slice]) -> tuple[list[int], list[bool]]:
-        """Return the token ids of a rendered text, and which of them begin within an answer."""
-        found = self.backend.encode(text, add_special_tokens=False)
-        places = [start for start, _ in found.offsets]
-        marked = [any(one.start <= place < one.stop for one in answers) for place in places]
-        return found.ids, marked
+        """Return the token ids of a rendered text, and which of them begin within an answer.
+
+        answers: in characters of the text.
+        """
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        starts = [start for start, _ in encoding.offsets]
+        marked = [any(part.start <= start < part.stop for part in answers) for start in starts]
+        return encoding.ids, marked
 
     @functools.cached_property
     def _renderer(self) -> Renderer | None:

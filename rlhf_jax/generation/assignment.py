@@ -212,9 +212,9 @@ def _view(
     limit = np.array([request.max_new_tokens for request in requests])
     curve = np.array([state.survival_of[request.id] for request in requests])
     left = length_model.remaining(state.survival, curve, generated, limit)
-    slots = len(batch.state.done) * batch.state.tokens.shape[1]
+    tokens = len(batch.state.done) * batch.state.tokens.shape[1]
     draft = batch.state.draft
-    token_bytes = (batch.state.cache.nbytes + (draft.cache.nbytes if draft else 0)) / slots
+    token_bytes = (batch.state.cache.nbytes + (draft.cache.nbytes if draft else 0)) / tokens
 
     # Tokens per second of one row, by live rows. Without a selector only their ratios are right:
     # rounds seem long, and moves seem to cost nothing in comparison.
@@ -266,9 +266,9 @@ def apply_assignments(
                 # Rounds in flight, on any slice, may add this many tokens.
                 longest_path = 1 + max(len(one.parents) for one in decoding.strategies)
                 most = sample.length + sample.rounds_in_flight * longest_path
-                slots = row_transfer.width(most, source.state.tokens.shape[1])
+                length = row_transfer.packet_length(most, source.state.tokens.shape[1])
                 resize(target, len(target.samples) + 1, decoding)
-                packet = row_transfer.send(leave(source, sample, slots), target.layout)
+                packet = row_transfer.send(leave(source, sample, length), target.layout)
                 elsewhere = [*source.receive_first, *((source, sent) for sent in source.in_flight)]
                 join(target, sample, packet, receive_first=elsewhere)
             elif sample in source.queue:
@@ -285,12 +285,12 @@ def apply_assignments(
     state.freed = tuple(wanted.freed)
 
 
-def leave(batch: SliceBatch, sample: Sample, slots: int) -> RowPacket:
-    """Remove a running sample from its row; return its packet, with this many token slots."""
+def leave(batch: SliceBatch, sample: Sample, cache_length: int) -> RowPacket:
+    """Remove a running sample from its row; return its packet, of this cache length."""
     row = batch.rows.index(sample)
     place = np.array([row], np.int32)
     batch.rows[row] = None
-    packet = row_transfer.pack_rows(batch.state, place, slots, layout=batch.layout)
+    packet = row_transfer.pack_rows(batch.state, place, cache_length, layout=batch.layout)
     batch.state = row_verbs.retire(batch.state, place, layout=batch.layout)
     return packet
 

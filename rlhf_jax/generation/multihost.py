@@ -67,7 +67,7 @@ class RowHandOver(HandOver):
     accepted: int
     confidence: dict[str, int]
     top_k_ids: list[np.ndarray]
-    slots: int  # token slots of the transferred row
+    cache_length: int  # of the transferred row, in tokens
 
 
 @messages.register
@@ -83,7 +83,9 @@ class AlreadyEnded(HandOver):
 
 
 # fields of a sample in a `RowHandOver`
-MOVED = tuple(field.name for field in dataclasses.fields(RowHandOver) if field.name != "slots")
+MOVED = tuple(
+    field.name for field in dataclasses.fields(RowHandOver) if field.name != "cache_length"
+)
 
 
 @dataclasses.dataclass
@@ -200,11 +202,11 @@ class PlanCoordinator:
         elif sample.done or sample not in batch.rows:
             self._slice_group.publish(word, AlreadyEnded())
         else:
-            slots = row_transfer.width(sample.length, batch.state.tokens.shape[1])
+            cache_length = row_transfer.packet_length(sample.length, batch.state.tokens.shape[1])
             moved = {name: getattr(sample, name) for name in MOVED}
-            self._slice_group.publish(word, RowHandOver(**moved, slots=slots))
+            self._slice_group.publish(word, RowHandOver(**moved, cache_length=cache_length))
             self._slice_group.decide_together(wait_until_awaited)
-            self._pass(leave(batch, sample, slots), batch, source, target)
+            self._pass(leave(batch, sample, cache_length), batch, source, target)
 
     def _take(self, sample: Sample, source: int, target: int, word: str) -> None:
         batch = self.stage.own_slices[target]
@@ -223,7 +225,7 @@ class PlanCoordinator:
                 setattr(sample, name, getattr(handed, name))
             resize(batch, len(batch.samples) + 1, self.stage.run.decoding)
             blank = row_transfer.pack_rows(
-                batch.state, np.zeros(1, np.int32), handed.slots, layout=batch.layout
+                batch.state, np.zeros(1, np.int32), handed.cache_length, layout=batch.layout
             )
             join(batch, sample, self._pass(blank, batch, source, target))
 

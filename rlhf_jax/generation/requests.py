@@ -256,7 +256,7 @@ class RoundReport:
     accepted: int
     drafted: int
     context: int = 0  # tokens of the live samples before it
-    lag: int = 0  # most tokens by which the draft model was behind in a sample
+    draft_lag: int = 0  # most tokens by which the draft model was behind in a sample
     seconds: float | None = None  # None if the round cannot be timed alone
     observations: Mapping[str, Observations] = dataclasses.field(default_factory=dict)  # by drafter
     slice: int = 0

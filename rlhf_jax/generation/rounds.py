@@ -74,13 +74,13 @@ def dispatch_round(batch: SliceBatch, drains: bool, run: GenerationRun) -> None:
     drains: the slice gets no further samples.
     """
     live = batch.live
-    lag = _draft_lag(batch)
+    draft_lag = _draft_lag(batch)
     context = sum(sample.length for sample in live)
     siblings = scheduler.siblings(batch, run.decoding)
     strategy = run.decoding.strategies[0]
     expected_gain = None
     if run.selector is not None:
-        situation = _situation_of(batch, context, lag, drains, run)
+        situation = _situation_of(batch, context, draft_lag, drains, run)
         strategy, expected_gain = _choose(
             run.selector, situation, batch, siblings=siblings, run=run
         )
@@ -109,7 +109,7 @@ def dispatch_round(batch: SliceBatch, drains: bool, run: GenerationRun) -> None:
             results=results,
             words=words,
             context=context,
-            lag=lag,
+            draft_lag=draft_lag,
             undisturbed=undisturbed,
             follows=follows,
             compilations=compilations,
@@ -139,7 +139,7 @@ def _draft_lag(batch: SliceBatch) -> int:
 
 
 def _situation_of(
-    batch: SliceBatch, context: int, lag: int, drains: bool, run: GenerationRun
+    batch: SliceBatch, context: int, draft_lag: int, drains: bool, run: GenerationRun
 ) -> Situation:
     """Describe the next round of the slice to the selector.
 
@@ -174,7 +174,7 @@ def _situation_of(
         rows=rows,
         live=len(live),
         context=context,
-        lag=lag,
+        draft_lag=draft_lag,
         classes={
             one.name: _sum_by_class(live, one.name, [1] * len(live)).astype(np.int64)
             for one in decoding.drafters
@@ -343,7 +343,7 @@ def _report(
         accepted=int(results.emission.accepted.sum()),
         drafted=drafted if share is None else int(share.drafts[count > 0].sum()),
         context=sent.context,
-        lag=sent.lag,
+        draft_lag=sent.draft_lag,
         seconds=seconds,
         observations=observe_drafters(results, sent.strategy, sent.samples, confidence),
         slice=number,

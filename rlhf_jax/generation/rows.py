@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from rlhf_jax.cache.cache import KVCache, Window, is_cache, take_rows, window_layout
+from rlhf_jax.cache.cache import KVCache, Window, is_cache, take_rows, to_cache_axes
 from rlhf_jax.cache.state import CACHE_KINDS, DecodeState, DraftState, rows_in
 from rlhf_jax.mesh import ONE_DEVICE, Layout, pin_rows
 from rlhf_jax.models.attention import causal_on
@@ -67,20 +67,20 @@ def empty(
     target: ModelConfig,
     draft: ModelConfig | None,
     rows: int,
-    slots: int,
+    cache_length: int,
     history: int,
     earlier: int,
     layout: Layout = ONE_DEVICE,
 ) -> DecodeState:
-    """Make a state of rows that are all done, with `slots` token and cache slots each.
+    """Make a state of rows that are all done, with room for `cache_length` tokens each.
 
     Each device makes its own part. `history` and `earlier` are the tokens kept of earlier
     roll-outs, for lookup and for replay.
     """
     kind = CACHE_KINDS[layout.cache]
-    draft_cache = None if draft is None else kind.empty(draft, rows, slots, layout)
+    draft_cache = None if draft is None else kind.empty(draft, rows, cache_length, layout)
     state = DecodeState(
-        tokens=jnp.zeros((rows, slots), jnp.int32),
+        tokens=jnp.zeros((rows, cache_length), jnp.int32),
         length=jnp.ones((rows,), jnp.int32),
         limit=jnp.ones((rows,), jnp.int32),
         done=jnp.ones((rows,), bool),
@@ -88,7 +88,7 @@ def empty(
         temperature=jnp.ones((rows,), jnp.float32),
         history=jnp.full((rows, history), -1, jnp.int32),
         earlier=jnp.full((rows, earlier), -1, jnp.int32),
-        cache=kind.empty(target, rows, slots, layout),
+        cache=kind.empty(target, rows, cache_length, layout),
         draft=None
         if draft_cache is None
         else DraftState(draft_cache, jnp.zeros((rows,), jnp.int32)),
@@ -133,7 +133,7 @@ def prefill(
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, memory: None) -> tuple:
         """Attend causally, and keep keys and values in the layout of a window."""
-        return causal(query, key, value, memory)[0], window_layout(key, value)
+        return causal(query, key, value, memory)[0], to_cache_axes(key, value)
 
     def cache(model: Model) -> KVCache:
         _, kept = forward(model, tokens, positions, attend)

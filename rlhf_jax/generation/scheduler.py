@@ -54,7 +54,7 @@ class InFlightRound:
     results: Results
     words: Array  # the results on their way to the host (`as_words`)
     context: int  # known tokens of the live samples
-    lag: int  # most tokens by which the draft model was behind in a sample
+    draft_lag: int  # most tokens by which the draft model was behind in a sample
     undisturbed: bool  # its slice did nothing else since the previous round
     follows: bool  # it was dispatched while the previous round ran
     compilations: int  # begun and ended by the compiler at its dispatch
@@ -131,21 +131,21 @@ class SliceBatch:
         return bool(self.in_flight) and is_ready(self.in_flight[0].words)
 
 
-def cache_slots(longest: int, strategies: Iterable[Strategy], layout: Layout) -> int:
-    """Return the slots of a cache for samples of up to `longest` tokens.
+def cache_length_for(longest: int, strategies: Iterable[Strategy], layout: Layout) -> int:
+    """Return the length in tokens of a cache for samples of up to `longest` tokens.
 
     A round writes whole paths, a catch-up of the draft model whole chunks, and a kernel reads whole
     tiles.
     """
-    slots = longest + max(
+    length = longest + max(
         model_drafter.CATCH_UP_TOKENS, *(trees.bucket(strategy) + 1 for strategy in strategies)
     )
-    return -(-slots // LANES) * LANES if layout.kernels.tiled else slots
+    return -(-length // LANES) * LANES if layout.kernels.tiled else length
 
 
-def prompt_width(longest: int, slots: int) -> int:
-    """Return the padded length in tokens of prompts of at most `longest` tokens, for prefill."""
-    return min(max(NARROWEST_PROMPT, 1 << (longest - 1).bit_length()), slots)
+def prompt_width(longest: int, limit: int) -> int:
+    """Return the padded length, up to `limit`, of prefilled prompts of up to `longest` tokens."""
+    return min(max(NARROWEST_PROMPT, 1 << (longest - 1).bit_length()), limit)
 
 
 def shared(rows: int, layout: Layout) -> int:
@@ -175,8 +175,8 @@ def begin_slices(
     """
     target, drafter = models
     draft_config = None if drafter is None else drafter.config
-    slots = cache_slots(decoding.max_length, decoding.strategies, layout)
-    earlier_slots = (
+    cache_length = cache_length_for(decoding.max_length, decoding.strategies, layout)
+    earlier_length = (
         decoding.max_length if any(one.needs_earlier for one in decoding.drafters) else 0
     )
     parts = layout.split()
@@ -190,7 +190,7 @@ def begin_slices(
         rows = min(max(samples, 1), decoding.max_rows)
         rows = row_bucket(rows, decoding.max_rows, decoding, layout=part)
         state = row_verbs.empty(
-            target.config, draft_config, rows, slots, decoding.history, earlier_slots, part
+            target.config, draft_config, rows, cache_length, decoding.history, earlier_length, part
         )
         slices.append(SliceBatch(number, on_slice, part, state=state, rows=[None] * rows))
     return slices
@@ -269,7 +269,7 @@ def _admit(
 ) -> None:
     """Begin samples, each in the row given with it; `prefix` holds all of their prompts."""
     new = row_verbs.no_admission(batch.state, ADMITTED)
-    slots = new["earlier"].shape[1]
+    earlier_length = new["earlier"].shape[1]
     for i, (place, waiting) in enumerate(admitted):
         sample = waiting.sample
         batch.rows[place] = sample
@@ -280,8 +280,8 @@ def _admit(
         new["temperature"][i] = decoding.temperature_of(sample.request, sample.sample_id)
         new["history"][i] = known_texts(sample, batch.ended_texts, decoding.history)
         text = sample.request.earlier.get(sample.sample_id)
-        if text is not None and slots:
-            aligned = np.concatenate([sample.prompt, text])[:slots]
+        if text is not None and earlier_length:
+            aligned = np.concatenate([sample.prompt, text])[:earlier_length]
             new["earlier"][i, : len(aligned)] = aligned
             sample.confidence = {
                 one.name: one.first_confidence for one in decoding.drafters if one.needs_earlier

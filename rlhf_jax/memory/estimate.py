@@ -15,7 +15,7 @@ from rlhf_jax.config.schema import Config
 from rlhf_jax.generation import drafting
 from rlhf_jax.generation import rows as generation_rows
 from rlhf_jax.generation.precompile import VERIFIED
-from rlhf_jax.generation.scheduler import PREFILLED, cache_slots, prompt_width
+from rlhf_jax.generation.scheduler import PREFILLED, cache_length_for, prompt_width
 from rlhf_jax.generation.speculative.round import streams_head
 from rlhf_jax.generation.speculative.sampling import BLOCK, Truncation
 from rlhf_jax.memory.parts import (
@@ -211,12 +211,12 @@ def decode_state(run: PlannedRun) -> DecodeState:
     generation = run.config.generation
     strategies = drafting.strategies(run.config).strategies
     earlier = run.text_tokens if drafting.replays(run.config) else 0
-    slots = cache_slots(run.text_tokens, strategies, run.layout)
-    return empty_rows(run, generation.max_rows, slots, generation.history_tokens, earlier)
+    cache_length = cache_length_for(run.text_tokens, strategies, run.layout)
+    return empty_rows(run, generation.max_rows, cache_length, generation.history_tokens, earlier)
 
 
 def empty_rows(run: PlannedRun, *size: int) -> DecodeState:
-    """Return the shapes of rows; size: rows, and the slots, history and earlier text of each."""
+    """Return the shapes of rows; size: rows, and lengths of cache, history and earlier text."""
     empty = functools.partial(generation_rows.empty, *run.models[:2])
     return jax.eval_shape(
         lambda: empty(*size, Layout(dtype=run.layout.dtype, cache=run.layout.cache))

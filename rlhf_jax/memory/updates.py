@@ -1,4 +1,7 @@
-"""Estimate the memory of updates of policy, critic and student, besides weights and optimizers."""
+"""Estimate a device's bytes in updates of policy, critic and student.
+
+Weights and optimizers are not included.
+"""
 
 from __future__ import annotations
 
@@ -36,24 +39,29 @@ def update_parts(run: PlannedRun, model: ModelConfig) -> list[Part]:
 def pipelined_parts(learners: Sequence[tuple[PlannedRun, ModelConfig]]) -> list[Part]:
     """List the parts of pipelined updates of policy and critic, on a device with a stage.
 
-    Gradients of both are summed at once, and both have weights in the compute dtype; the rest is of
-    one micro-batch at one stage, all of whose layers are recomputed once for its backward. Inputs
-    of stages wait for their backward, as many of both as a schedule may keep on a node; and at most
-    as many hidden states and cotangents wait until the next stage takes them.
+    learners: of each model its run, in the layout of its training call, and its shape. Gradients of
+    both are summed at once, and both have weights in the compute dtype; the rest is of one
+    micro-batch at one stage.
     """
+    # A backward recomputes all of its stage's layers once, so no layer is recomputed again.
     learners = [(dataclasses.replace(run, remat=False), model) for run, model in learners]
     gradients = sum(run.weights(model, FLOAT32) for run, model in learners)
     micro_batch = sum(run.cast_weights(model) for run, model in learners)
+    # One model's gradient of a micro-batch exists at a time.
     micro_batch += max(run.weights(model) for run, model in learners)
     activations = max(activation_bytes(run, model) for run, model in learners)
-    # The policy's head and the critic's embedding are on one slice: weights, a gradient, the sum.
+    # The policy's head and the critic's embedding are on one slice: the weights and a micro-batch's
+    # gradient in the compute dtype, and the sum in float32.
     ends = 0
     for run, model in learners:
-        values = run.tensor_share(model.vocab_size) * model.width // run.layout.extent("fsdp")
-        ends += values * (2 * run.layout.dtype.itemsize + FLOAT32.itemsize)
-    times = [stage_times(run, model) for run, model in learners]
-    limit = limit_inputs(joint_problem(times)).limit or 0.0
-    waiting = 2 * int(min(limit, sum(one.micro_batches * one.kept for one in times)))
+        entries = run.tensor_share(model.vocab_size) * model.width // run.layout.extent("fsdp")
+        ends += entries * (2 * run.layout.dtype.itemsize + FLOAT32.itemsize)
+    pipes = [stage_times(run, model) for run, model in learners]
+    limit = typed(float, limit_inputs(joint_problem(pipes)).limit)
+    inputs = int(min(limit, sum(pipe.micro_batches * pipe.kept for pipe in pipes)))
+    # Inputs wait for their backward, as many of both pipes as a schedule may keep on a node, and at
+    # most as many hidden states and cotangents until the next stage takes them.
+    waiting = 2 * inputs
     works = [largest_work(run, model) for run, model in learners]
     return [
         Part("gradients, float32", "training", gradients, SPLIT),
@@ -117,14 +125,19 @@ def learning_bytes(run: PlannedRun) -> int:
 
 
 def stage_times(run: PlannedRun, model: ModelConfig) -> StageTimes:
-    """Return the work of a pipeline's stages for a micro-batch, in a device's multiplications."""
+    """Return the work of a pipeline's stages for a micro-batch, in a device's multiplications.
+
+    `kept` is in bytes.
+    """
     itemsize = run.layout.dtype.itemsize
     tokens = run.line_tokens
+    # A device stores its part over fsdp of these weights, and multiplies by all of them.
     weights = run.weights(model, ends=False) / itemsize * run.layout.extent("fsdp")
     return StageTimes.of_work(
         run.layout,
         run.micro_batches,
         forward=tokens * weights,
+        # The logits, again for the backward, and the gradients of head and hidden states.
         head=4 * tokens * model.width * run.outputs(model),
         kept=tokens * run.tensor_share(model.width) * itemsize,
     )

@@ -114,7 +114,7 @@ def pipelined_updates(calls: PlacedCalls, call: str) -> Iterator[CallProgram]:
     calls_of_copy = dataclasses.replace(calls, config=config)
     of_copy = stages.stages_of(copies[0])
     model = stages.model_of_copy(weights, copies[0], learner)
-    parts = stages.cut(model, of_copy)
+    parts = stages.split_model(model, of_copy)
     whole = calls.model(call)
     shallow = dataclasses.replace(whole, num_layers=whole.num_layers // len(of_copy))
     works = stage_works(calls.placed(call), whole)

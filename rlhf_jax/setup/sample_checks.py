@@ -48,18 +48,18 @@ def check_data(config: Config) -> None:
     _check_date(config)
     _check_template_arguments(config)
     _check_columns(config)
-    places = {f"data.{key}": config.data[key] for key in ("train", "eval")}
-    places |= {f"data.mixture[{number}]": one for number, one in enumerate(config.data.mixture)}
+    sources = {f"data.{key}": config.data[key] for key in ("train", "eval")}
+    sources |= {f"data.mixture[{index}]": path for index, path in enumerate(config.data.mixture)}
     shares = config.data.shares
     require(
         len(shares) in (0, 1 + len(config.data.mixture)),
         f"data.shares is {tuple(shares)}; give one for data.train and each of data.mixture.",
     )
     require(
-        all(isinstance(one, int | float) and 0 < one < math.inf for one in shares),
+        all(isinstance(share, int | float) and 0 < share < math.inf for share in shares),
         f"data.shares is {tuple(shares)}; shares must be numbers above 0.",
     )
-    for key, path in places.items():
+    for key, path in sources.items():
         if is_file_name(path) and not is_remote(path) and not find(path).is_file():
             raise FileNotFoundError(f"{key}: there is no file {path}.")
         require(
@@ -82,16 +82,16 @@ def _check_date(config: Config) -> None:
 def _check_template_arguments(config: Config) -> None:
     """Check that a chat template can take the arguments, including tools and documents."""
     arguments = config.data.template_arguments.to_dict()
-    taken = [name for name in OWN_ARGUMENTS if name in arguments]
+    clashes = [name for name in OWN_ARGUMENTS if name in arguments]
     require(
-        not taken, f"data.template_arguments has {', '.join(taken)}, which the run sets itself."
+        not clashes, f"data.template_arguments has {', '.join(clashes)}, which the run sets itself."
     )
     for name in ("tools", "documents"):
-        given = arguments.get(name)
-        fits = isinstance(given, list | tuple) and all(isinstance(one, dict) for one in given)
+        value = arguments.get(name)
+        fits = isinstance(value, list | tuple) and all(isinstance(item, dict) for item in value)
         require(
-            given is None or fits,
-            f"data.template_arguments: {name} is {given!r:.60}; it must be a list of objects.",
+            value is None or fits,
+            f"data.template_arguments: {name} is {value!r:.60}; it must be a list of objects.",
         )
 
 
@@ -301,8 +301,9 @@ def check_models(config: Config, models: ModelConfigs) -> None:
     for path, model in zip(derived.reward_models(config), rewards, strict=True):
         pairs = path in config.reward.preference_models
         key = "preference_models" if pairs else "models"
-        kind, asked = ("sequence classifier", "language model")[:: 1 if pairs else -1]
-        require(model.scalar_head != pairs, f"reward.{key}: {path} is a {kind}; give a {asked}.")
+        kind = "sequence classifier" if pairs else "language model"
+        needed = "language model" if pairs else "sequence classifier"
+        require(model.scalar_head != pairs, f"reward.{key}: {path} is a {kind}; give a {needed}.")
     _check_sizes(config, models)
     require(
         drafter is None
@@ -330,10 +331,10 @@ def _check_sizes(config: Config, models: ModelConfigs) -> None:
     """Check that models have room for a whole text, and evaluation tokens to choose from."""
     policy, drafter, critics, _, reference = models
     critic = next(iter(critics.values()), None)
-    kept = config.evaluation.top_k
+    top_k = config.evaluation.top_k
     require(
-        kept <= policy.vocab_size,
-        f"evaluation.top_k is {kept}, but the model has {policy.vocab_size} tokens; lower it.",
+        top_k <= policy.vocab_size,
+        f"evaluation.top_k is {top_k}, but the model has {policy.vocab_size} tokens; lower it.",
     )
     longest = derived.text_tokens(config)
     limit = "generation.max_new_tokens" if derived.generates(config) else "data.max_response_tokens"
@@ -368,10 +369,11 @@ def check_tokenizers(policy: Tokenizer, reference: Tokenizer, critic: Tokenizer)
         )
 
 
-def check_student(config: Config, policy: ModelConfig, path: ModelConfig | None) -> None:
+def check_student(config: Config, policy: ModelConfig, drafter: ModelConfig | None) -> None:
     """Raise ValueError if a student cannot be made from the policy, or is not in drafter.path.
 
-    path: the model in drafter.path, or None if that is empty.
+    A run without drafter.layers has none, and passes. drafter: the shape of the model in
+    drafter.path; None if that is empty.
     """
     layers = config.drafter.layers if drafting.has_drafter(config) else 0
     require(
@@ -379,11 +381,11 @@ def check_student(config: Config, policy: ModelConfig, path: ModelConfig | None)
         f"drafter.layers is {layers}, but the model has {policy.num_layers} layers to make a"
         " student of; lower it.",
     )
-    if not layers or path is None:
+    if not layers or drafter is None:
         return
     wanted = student_config(policy, layers)
     for field in dataclasses.fields(ModelConfig):
-        value = getattr(path, field.name)
+        value = getattr(drafter, field.name)
         needed = getattr(wanted, field.name)
         require(
             value == needed or field.name in FREE_OF_STUDENT,

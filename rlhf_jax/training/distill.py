@@ -68,7 +68,7 @@ class DistillationLoss:
         )
 
         def measure(head: Model, student: Array, policy: Array, *drawn: Array):
-            """Return slopes [C, M], losses [C] and whether the student draws alike [C]."""
+            """Return slopes [C, M], losses [C] in nats, and whether the student draws alike [C]."""
 
             def loss(states: Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
                 scores = logits(head, states) / settings.temperature
@@ -103,8 +103,8 @@ def student_config(policy: ModelConfig, layers: int) -> ModelConfig:
 def student_of(model: Model, layers: int) -> Model:
     """Return a student: copies of `layers` of the model's layers, and of its final norm.
 
-    The layers are evenly chosen, first and last included. There is no embedding and no head.
-    ValueError if the model has fewer layers.
+    The layers are evenly chosen, the first and, of several, the last included; dtypes stay. There
+    is no embedding and no head. ValueError if the model has fewer layers.
     """
     depth = model.config.num_layers
     if not 1 <= layers <= depth:
@@ -112,14 +112,12 @@ def student_of(model: Model, layers: int) -> Model:
             f"A student of {layers} layers cannot be made of {depth}; choose 1 to {depth}."
         )
     chosen = np.linspace(0, depth - 1, layers).round().astype(np.int32)
-    layers_taken = jax.tree.map(lambda leaf: leaf[chosen], stack(model).layers)
-    config = student_config(model.config, layers)
     return Model(
-        embed=typed(Array, None),
-        layers=layers_taken,
-        norm=jnp.copy(model.norm),
+        embed=typed(Array, None),  # the policy's, which `completed` adds
+        layers=jax.tree.map(lambda leaf: leaf[chosen], stack(model).layers),
+        norm=jnp.copy(model.norm),  # a training step donates the student's
         head=None,
-        config=config,
+        config=student_config(model.config, layers),
     )
 
 
@@ -181,7 +179,7 @@ def distill(
             student = take_step(learner, student, gradient, finite)
 
     first = to_host.fetch(history)[: len(batches)]
-    metrics = {name: float(np.mean([one[name] for one in first])) for name in first[0]} | of_frozen
+    metrics = {name: float(np.mean([row[name] for row in first])) for name in first[0]} | of_frozen
     if not all(map(math.isfinite, metrics.values())):
         return student, {"drafter/not_finite": 1.0}
     return student.counted(), metrics
@@ -194,7 +192,7 @@ def keep_current(
     step: int,
     observe: Callable[[], None],
 ) -> tuple[Models, dict[str, float]]:
-    """Train the student by the current policy, after a number of its updates.
+    """Train the student by the current policy, after `step` of its updates.
 
     ValueError if one that is trained alone has a loss that is not finite.
     """

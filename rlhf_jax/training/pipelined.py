@@ -32,12 +32,12 @@ from rlhf_jax.training.stages import (
     Stage,
     backward,
     copies_of,
-    cut,
     forward,
-    join,
+    join_gradients,
     model_of_copy,
     rows_of_copy,
     send,
+    split_model,
     stages_of,
     sum_copies,
 )
@@ -108,7 +108,7 @@ def sum_pipelined(
         of_copies = []
         for copy in copies:
             sums = [typed(Gradient, own.total) for own in copy.stages]
-            of_copies.append(join(sums, copy.layout, execute))
+            of_copies.append(join_gradients(sums, copy.layout, execute))
         gradients.append(sum_copies(of_copies, learner.settings.layout, execute))
     return gradients
 
@@ -154,7 +154,7 @@ def _begin(learner: Learner, model: Model, batches: Sequence[PackedSequences]) -
     for index, copy in enumerate(copies):
         stages = stages_of(copy)
         own_model = model_of_copy(model, copy, learner)
-        running = list(map(RunningStage, stages, cut(own_model, stages)))
+        running = list(map(RunningStage, stages, split_model(own_model, stages)))
         rows = [rows_of_copy(batch, index, len(copies)) for batch in batches]
         begun.append(RunningCopy(copy.settings.layout, running, rows))
     return begun

@@ -89,11 +89,12 @@ def stages_of(learner: Learner) -> list[Stage]:
     ]
 
 
-def cut(model: Model, stages: list[Stage]) -> list[Model]:
-    """Return each stage's part of a copy's model in a pipelined layout.
+def split_model(model: Model, stages: list[Stage]) -> list[Model]:
+    """Return each stage's part of a copy's float32 model, which is in a pipelined layout.
 
-    Layers stay in place. Of the rest each slice has a part, and all of them move to the stage that
-    needs it, in the compute dtype.
+    A stage's layers are on its slice already, and stay in float32: it casts them when it runs. Of
+    embedding, norm and head each slice has a part, and all of them move to the stages that need
+    them, in the compute dtype.
     """
     parts = []
     for stage in stages:
@@ -103,16 +104,18 @@ def cut(model: Model, stages: list[Stage]) -> list[Model]:
     return parts
 
 
-def join(sums: list[Gradient], layout: Layout, execute: Execute) -> Gradient:
-    """Return the gradient of a copy from those of its parts, the inverse of `cut`.
+def join_gradients(sums: list[Gradient], layout: Layout, execute: Execute) -> Gradient:
+    """Return the gradient of a copy from those of its stages, the inverse of `split_model`.
 
-    It is placed like a model of the copy's layout. Layers stay in place, the other weights of a
-    stage are divided among the slices, and the metrics are sent to all.
+    sums: by stage, float32. layout: the copy's, in which the result is placed like a model, for the
+    optimizer. Layers stay in place, the other weights of a stage are divided among the slices, and
+    the metrics, which only the last stage has, are sent to all. execute: see `Execute`; it may
+    compile or trace the program that it gets, for shapes instead of arrays.
     """
     slices = layout.split()
     last = sums[-1].weights
     embed = sums[0].weights.embed
-    if last.head is None:
+    if last.head is None:  # tied: both the first stage and the last one have a gradient of it
         embed = execute(_add, embed, send(last.embed, slices[0]))
     ends = {"embed": embed, "norm": last.norm, "head": last.head}
     joined = dataclasses.replace(last, layers=(), **ends)
@@ -128,11 +131,11 @@ def join(sums: list[Gradient], layout: Layout, execute: Execute) -> Gradient:
         _join_shards,
         stacked,
         model_shardings(stacked, layout),
-        *[one.weights.layers for one in sums],
+        *[of_stage.weights.layers for of_stage in sums],
     )
     metrics = sums[-1].metrics
     metrics_of_slices = [
-        jax.tree.map(functools.partial(send, layout=own), metrics) for own in slices
+        jax.tree.map(functools.partial(send, layout=part), metrics) for part in slices
     ]
     metrics = jax.tree.map(
         _join_shards, metrics, model_shardings(metrics, layout), *metrics_of_slices
@@ -147,9 +150,9 @@ def _add(left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def _join_shards(like: Any, place: NamedSharding, *parts: Any) -> Any:
-    """Return one array like another from its parts on devices; for shapes its shape.
+    """Return an array of the shape and dtype of `like` from its parts on devices, uncopied.
 
-    Nothing is copied.
+    place: its sharding. For shapes it returns the shape.
     """
     if isinstance(parts[0], jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=place)
@@ -174,7 +177,7 @@ def sum_copies(gradients: list[Gradient], layout: Layout, execute: Execute) -> G
         place = NamedSharding(typed(Mesh, layout.mesh), PartitionSpec(axes, *rest))
         return _join_shards(like, place, *leaves)
 
-    rows = [Gradient(one.weights, execute(_as_rows, one.metrics)) for one in gradients]
+    rows = [Gradient(copy.weights, execute(_as_rows, copy.metrics)) for copy in gradients]
     total = execute(_sum_stacked, jax.tree.map(stacked, *rows), layout=layout)
     # renamed to the weights' shardings, where XLA has found other names for the same ones
     return jax.tree.map(_join_shards, total, model_shardings(total, layout), total)
@@ -209,20 +212,20 @@ def send(array: Any, layout: Layout) -> Any:
 
 @functools.partial(jax.jit, static_argnames="stage")
 def forward(
-    part: Model, given: jax.Array | None, batch: PackedSequences, *, stage: Stage
+    part: Model, hidden: jax.Array | None, batch: PackedSequences, *, stage: Stage
 ) -> jax.Array:
     """Run the layers of a stage other than the last: [S, C, M], the input of the next one.
 
-    given: the output of the previous stage; None at the first one.
+    hidden: the output of the previous stage; None at the first one.
     """
-    return _run(cast(part, stage.settings.layout.dtype), given, batch, stage)[0]
+    return _run(cast(part, stage.settings.layout.dtype), hidden, batch, stage)[0]
 
 
 @functools.partial(jax.jit, static_argnames="stage", donate_argnums=(0, 2))
 def backward(
     total: Gradient | None,
     part: Model,
-    given: jax.Array | None,
+    hidden: jax.Array | None,
     batch: PackedSequences,
     cotangent: jax.Array | None,
     *,
@@ -230,20 +233,20 @@ def backward(
 ) -> tuple[Gradient, jax.Array | None]:
     """Return `total` plus a stage's gradient of one micro-batch, and that of its input.
 
-    `total` and `given` [S, C, M] are donated; the forward pass is recomputed from the input.
+    `total` and `hidden`, the input [S, C, M], are donated; the forward pass is recomputed from it.
     cotangent: the gradient [S, C, M] of the stage's output; None at the last one, where the loss
-    begins. The first one's input has no gradient.
+    begins. The first one reads tokens, so its input has no gradient.
     """
     settings = stage.settings
 
-    def run(part: Model, given: jax.Array | None) -> tuple[jax.Array, Metrics]:
-        return _run(part, given, batch, stage)
+    def run(part: Model, hidden: jax.Array | None) -> tuple[jax.Array, Metrics]:
+        return _run(part, hidden, batch, stage)
 
     part = cast(part, settings.layout.dtype)
-    output, pull, metrics = jax.vjp(run, part, given, has_aux=True)
-    weights, onward = pull(jnp.ones_like(output) if cotangent is None else cotangent)
-    onward = None if onward is None else _pin(onward, settings.layout)
-    return add_gradient(total, weights, metrics, settings), onward
+    output, vjp, metrics = jax.vjp(run, part, hidden, has_aux=True)
+    weights, of_input = vjp(jnp.ones_like(output) if cotangent is None else cotangent)
+    of_input = None if of_input is None else _pin(of_input, settings.layout)
+    return add_gradient(total, weights, metrics, settings), of_input
 
 
 def _run(

@@ -121,7 +121,7 @@ def report(
         tokens=rows,
         accepted=0,
         drafted=0,
-        lag=lag,
+        draft_lag=lag,
         seconds=seconds,
         **more,
     )

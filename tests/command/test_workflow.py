@@ -79,7 +79,7 @@ def test_changes_are_for_all_stages_or_for_one(folder):
     assert [stage.name for stage in found] == ["sft", "judge", "grpo"]
     assert [stage.config.seed for stage in found] == [3, 3, 3]
     assert [stage.config.steps for stage in found] == [4, 9, 4]
-    assert found[2].named["reward.models"] == "runs/chain/judge/reward_model"
+    assert found[2].paths["reward.models"] == "runs/chain/judge/reward_model"
 
 
 @pytest.mark.parametrize(
@@ -127,22 +127,22 @@ def test_a_folder_of_another_config_or_other_data_is_refused(folder, monkeypatch
 
     monkeypatch.setattr(workflow.subprocess, "Popen", Process)
     first = stages()[0]
-    assert workflow.take(stages("--sft.seed=9")[0], "1 of 3") == 2  # may be mended
-    assert workflow.take(first, "1 of 3") == 0
-    assert workflow.take(first, "1 of 3") == 0  # done
+    assert workflow.run_stage(stages("--sft.seed=9")[0], "1 of 3") == 2  # may be mended
+    assert workflow.run_stage(first, "1 of 3") == 0
+    assert workflow.run_stage(first, "1 of 3") == 0  # done
     record = json.loads((first.workdir / "stage.json").read_text())
     del record["identity"]["reward.labels"]  # as before there was this key
     (first.workdir / "stage.json").write_text(json.dumps(record))
-    assert workflow.take(first, "1 of 3") == 0
+    assert workflow.run_stage(first, "1 of 3") == 0
     assert len(taken) == 2
     with pytest.raises(ValueError, match=r"runs/chain/sft was made otherwise: steps \(4, now 5\)"):
-        workflow.take(stages("--sft.steps=5")[0], "1 of 3")
-    assert workflow.take(stages("--judge.model.path=org/model")[1], "2 of 3") == 0
+        workflow.run_stage(stages("--sft.steps=5")[0], "1 of 3")
+    assert workflow.run_stage(stages("--judge.model.path=org/model")[1], "2 of 3") == 0
     with pytest.raises(ValueError, match=r"the content of model\.path \('org/model', now 'other/m"):
-        workflow.take(stages("--judge.model.path=other/model")[1], "2 of 3")
+        workflow.run_stage(stages("--judge.model.path=other/model")[1], "2 of 3")
     (folder / "rows.py").write_text(ROWS + "\n# other rows\n")
     with pytest.raises(ValueError, match=r"made otherwise: the code of rows\.py:rows"):
-        workflow.take(first, "1 of 3")
+        workflow.run_stage(first, "1 of 3")
 
 
 def test_a_win_rate_is_over_all_pairs_of_responses_to_a_prompt():

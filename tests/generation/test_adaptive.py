@@ -304,7 +304,7 @@ def test_situations_and_reports_say_what_is(target, drafter, earlier):
         assert counts.shape == (2, 4) and counts.sum() == situation.live <= situation.rows
         assert counts[1].sum() == situation.live  # every prompt was rolled out before
         assert situation.context >= situation.live
-    lags = [situation.lag for _, _, situation in chooser.asked]
+    lags = [situation.draft_lag for _, _, situation in chooser.asked]
     # what the draft model has not seen is fed before it drafts
     assert max(lags) > 5 and lags[-1] <= 2 * 4
     for report in chooser.heard:

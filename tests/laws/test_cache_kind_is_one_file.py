@@ -41,13 +41,13 @@ class PagedCache(KVCache):
 
     pool: tuple[tuple[jax.Array, jax.Array], ...]  # by layer, k and v [P, G, PAGE, D]
     table: jax.Array  # [B, P / B] int32
-    slots: int = struct.field(pytree_node=False)
+    cache_length: int = struct.field(pytree_node=False)
 
     @classmethod
-    def empty(cls, config: ModelConfig, rows: int, slots: int, layout: Layout) -> Self:
-        pages = rows * -(-slots // PAGE)
+    def empty(cls, config: ModelConfig, rows: int, cache_length: int, layout: Layout) -> Self:
+        pages = rows * -(-cache_length // PAGE)
         leaf = jnp.zeros((pages, config.num_kv_heads, PAGE, config.head_dim), layout.dtype)
-        return cls(((leaf, leaf),) * config.num_layers, scattered(rows, pages), slots)
+        return cls(((leaf, leaf),) * config.num_layers, scattered(rows, pages), cache_length)
 
     @classmethod
     def prefill(cls, window: Window) -> ContiguousCache:
@@ -56,7 +56,7 @@ class PagedCache(KVCache):
     def in_order(self) -> ContiguousCache:
         def view(leaf):
             found = leaf[self.table].swapaxes(1, 2)  # [B, G, pages, PAGE, D]
-            return found.reshape(*found.shape[:2], -1, found.shape[-1])[:, :, : self.slots]
+            return found.reshape(*found.shape[:2], -1, found.shape[-1])[:, :, : self.cache_length]
 
         return ContiguousCache(tuple((view(k).swapaxes(2, 3), view(v)) for k, v in self.pool))
 
@@ -85,8 +85,8 @@ class PagedCache(KVCache):
     def specs(self) -> Self:
         return jax.tree.map(lambda leaf: (None,) * leaf.ndim, self)
 
-    def rows_out(self, rows: Array, slots: int) -> ContiguousCache:
-        return self.in_order().rows_out(rows, slots)
+    def rows_out(self, rows: Array, cache_length: int) -> ContiguousCache:
+        return self.in_order().rows_out(rows, cache_length)
 
     def rows_in(self, rows: Array, new: KVCache) -> Self:
         return self.holding(self.in_order().rows_in(rows, new))
@@ -121,8 +121,8 @@ class NarrowCache(ContiguousCache):
     """Keys and values in bfloat16, whatever the products are in; windows are rounded alike."""
 
     @classmethod
-    def empty(cls, config: ModelConfig, rows: int, slots: int, layout: Layout) -> Self:
-        return cls(rounded(ContiguousCache.empty(config, rows, slots, layout).layers))
+    def empty(cls, config: ModelConfig, rows: int, cache_length: int, layout: Layout) -> Self:
+        return cls(rounded(ContiguousCache.empty(config, rows, cache_length, layout).layers))
 
     @classmethod
     def prefill(cls, window: Window) -> Self:
@@ -143,8 +143,8 @@ class NarrowCache(ContiguousCache):
         done = super().commit(Window(rounded(window.layers)), path, start, layout)
         return NarrowCache(done.layers)
 
-    def rows_out(self, rows: Array, slots: int) -> NarrowCache:
-        return NarrowCache(super().rows_out(rows, slots).layers)
+    def rows_out(self, rows: Array, cache_length: int) -> NarrowCache:
+        return NarrowCache(super().rows_out(rows, cache_length).layers)
 
 
 LIKE_OTHERS = pytest.mark.long

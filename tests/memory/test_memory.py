@@ -91,8 +91,8 @@ def test_weights_optimizer_and_caches_are_exact(tiny, config, shape):
     config.algorithm.name = "ppo"
     half_layout = dataclasses.replace(layout, dtype=jnp.dtype(jnp.bfloat16))
     parts = everywhere(config, ModelConfigs(tiny, tiny, {"critic": tiny}), half_layout)
-    slots = scheduler.cache_slots(64, [tree.parse(config.generation.strategy)], layout)
-    state = rows.empty(tiny, tiny, 32, slots, 0, 0, half_layout)
+    cache_length = scheduler.cache_length_for(64, [tree.parse(config.generation.strategy)], layout)
+    state = rows.empty(tiny, tiny, 32, cache_length, 0, 0, half_layout)
     found = by_name(parts)
     assert found["policy, float32"] == held(policy)
     assert found["critic, float32"] == held(critic)

@@ -96,10 +96,10 @@ def round_program(at: Target):
     strategy = choices.strategies[
         choices.nodes.tolist().index(estimate.most_nodes(config, at.layout))
     ]
-    slots = scheduler.cache_slots(longest, choices.strategies, at.generation)
+    cache_length = scheduler.cache_length_for(longest, choices.strategies, at.generation)
     earlier = longest if "replay" in choices.drafters else 0
     empty = functools.partial(
-        rows.empty, at.models.policy, at.models.drafter, generation.max_rows, slots
+        rows.empty, at.models.policy, at.models.drafter, generation.max_rows, cache_length
     )
     state = row_shapes(
         lambda: empty(generation.history_tokens, earlier, at.generation), at.generation

@@ -43,7 +43,7 @@ from rlhf_jax.training.kinds import GroupLoss
 from rlhf_jax.training.pipelined import measure_stages, sum_pipelined
 from rlhf_jax.training.schedules import schedule_of
 from rlhf_jax.training.settings import TrainingSettings
-from rlhf_jax.training.stages import backward, cut, forward, stages_of, sum_copies
+from rlhf_jax.training.stages import backward, forward, split_model, stages_of, sum_copies
 from rlhf_jax.types import Model, Models
 
 # Stages, fsdp, tensor; the first one is fast, and those after the third are long.
@@ -362,7 +362,7 @@ def test_stages_of_8b_models_compile_for_a_tpu_and_add_to_their_sums_in_place(ca
     settings = TrainingSettings(layout=layouts[call], microbatch_rows=2)
     loss = POLICY_LOSS if call.startswith("policy") else CRITIC_LOSS
     stages = stages_of(Learner(call, loss, optax.identity(), settings))
-    parts = cut(model, stages)
+    parts = split_model(model, stages)
     stage = stages[index]
     layout = stage.settings.layout
     batch = micro_batch_shapes(config, layout, rows=2, reads=loss.reads)

@@ -2,7 +2,7 @@
 
 `pack_rows` makes a packet of rows, `send` or `send_to_process` transfers it to the other slice, and
 `unpack_rows` writes it into the state there. Only the used part of the caches travels, rounded up
-to a bucket width. Each device flattens its part of the rows into a few pieces, as each transfer has
+to a bucket. Each device flattens its part of the rows into a few pieces, as each transfer has
 a fixed cost; the corresponding device on the other slice splits them again. Nothing is recomputed,
 and rows that stay are not touched.
 """
@@ -36,8 +36,8 @@ from rlhf_jax.types import Array
 # Bytes of a row in a piece, except for larger leaves: allocating much memory at once is slow on a
 # CPU. Chosen by benchmarks/moves.py.
 PIECE_BYTES = 1 << 22
-# The token slots of a packet: this number, or twice, four times ... as many.
-_FEWEST_SLOTS = 64
+# The cache length of a packet in tokens: this one, or twice, four times ... as much.
+_SHORTEST = 64
 # Sharding of a piece on a slice: repeated over the devices of the rows.
 _PIECE_SPEC = PartitionSpec("slices", "tensor")
 
@@ -48,7 +48,7 @@ class RowPacket:
 
     # [1, n] each: leaves of one dtype, concatenated; int32 for all but narrow floats
     pieces: tuple[jax.Array, ...]
-    slots: int = struct.field(pytree_node=False)  # token slots of each row
+    cache_length: int = struct.field(pytree_node=False)  # of each row, in tokens
 
     @property
     def nbytes(self) -> int:
@@ -56,19 +56,19 @@ class RowPacket:
         return sum(piece.nbytes for piece in self.pieces)
 
 
-def width(tokens: int, slots: int) -> int:
-    """Return the token slots of a packet for a longest row of this many tokens.
+def packet_length(tokens: int, cache_length: int) -> int:
+    """Return the cache length of a packet for a longest row of this many tokens.
 
-    slots: those of a row of the state, which the packet does not exceed.
+    cache_length: that of the state, which the packet's does not exceed.
     """
-    return min(max(_FEWEST_SLOTS, 1 << (tokens - 1).bit_length()), slots)
+    return min(max(_SHORTEST, 1 << (tokens - 1).bit_length()), cache_length)
 
 
-@functools.partial(jax.jit, static_argnames=("slots", "layout"))
+@functools.partial(jax.jit, static_argnames=("cache_length", "layout"))
 def pack_rows(
-    state: DecodeState, rows: Array, slots: int, layout: Layout = ONE_DEVICE
+    state: DecodeState, rows: Array, cache_length: int, layout: Layout = ONE_DEVICE
 ) -> RowPacket:
-    """Pack rows [R] int32 of a state, cut to `slots` token slots.
+    """Pack rows [R] int32 of a state, cut to a length in tokens.
 
     The rows may be on any of the slice's devices: each contributes its own, and a sum gathers
     exactly R rows.
@@ -76,7 +76,7 @@ def pack_rows(
 
     def give(held: DecodeState) -> tuple[jax.Array, ...]:
         own = _own(rows, held, state)
-        leaves = jax.tree.leaves(rows_out(held, own, slots))
+        leaves = jax.tree.leaves(rows_out(held, own, cache_length))
         pieces = []
         for shared in _shares(leaves):
             flat = [_recast(leaves[one], _sent_dtype(leaves[one])).ravel() for one in shared]
@@ -84,28 +84,28 @@ def pack_rows(
         return tuple(pieces) if own is rows else jax.lax.psum(tuple(pieces), ROW_AXES)
 
     if layout.mesh is None:
-        return RowPacket(give(state), slots)
+        return RowPacket(give(state), cache_length)
     give_all = on_each(give, layout, (_specs(state, layout),), _PIECE_SPEC)
-    return RowPacket(give_all(state), slots)
+    return RowPacket(give_all(state), cache_length)
 
 
 def unpack_rows(
     state: DecodeState, packet: RowPacket, rows: Array, layout: Layout = ONE_DEVICE
 ) -> DecodeState:
     """Return `state`, which is donated, with the packet in its rows [R] int32."""
-    begins = _begins(state, packet.slots, layout)
+    begins = _begins(state, packet.cache_length, layout)
     return _put(state, packet, rows, begins=begins, layout=layout)
 
 
-@functools.partial(jax.jit, static_argnames=("slots", "layout"))
-def _begins(state: DecodeState, slots: int, layout: Layout) -> list[list[jax.Array]]:
+@functools.partial(jax.jit, static_argnames=("cache_length", "layout"))
+def _begins(state: DecodeState, cache_length: int, layout: Layout) -> list[list[jax.Array]]:
     """Find the start of a row of each leaf in its piece, [] int32 each.
 
     These are data, so that one kernel serves all leaves alike.
     """
 
     def find(held: DecodeState) -> list[list[jax.Array]]:
-        leaves = jax.tree.leaves(_shapes_out(held, 1, slots))
+        leaves = jax.tree.leaves(_shapes_out(held, 1, cache_length))
         sizes = [[math.prod(leaves[one].shape[1:]) for one in shared] for shared in _shares(leaves)]
         return [list(map(jnp.int32, np.cumsum([0, *each[:-1]]))) for each in sizes]
 
@@ -122,7 +122,7 @@ def _put(
 
     def put(held: DecodeState, pieces: tuple[Array, ...], begins: list[list[Array]]) -> DecodeState:
         own = _own(rows, held, state)
-        leaves, kind = jax.tree.flatten(_shapes_out(held, len(rows), packet.slots))
+        leaves, kind = jax.tree.flatten(_shapes_out(held, len(rows), packet.cache_length))
         for piece, places, shared in zip(pieces, begins, _shares(leaves), strict=True):
             for one, begin in zip(shared, places, strict=True):
                 leaf = leaves[one]
@@ -154,9 +154,11 @@ def _own(rows: Array, held: DecodeState, state: DecodeState) -> Array:
     return jnp.where((place >= 0) & (place < count), place, count)
 
 
-def _shapes_out(held: DecodeState, count: int, slots: int) -> DecodeState:
-    """Return the shapes of some rows of a device's part of a state, cut to `slots`."""
-    return jax.eval_shape(lambda held: rows_out(held, np.zeros(count, np.int32), slots), held)
+def _shapes_out(held: DecodeState, count: int, cache_length: int) -> DecodeState:
+    """Return the shapes of some rows of a device's part of a state, cut to this length."""
+    return jax.eval_shape(
+        lambda held: rows_out(held, np.zeros(count, np.int32), cache_length), held
+    )
 
 
 def _shares(leaves: Sequence[Array]) -> list[list[int]]:

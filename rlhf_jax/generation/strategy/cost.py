@@ -24,7 +24,7 @@ from rlhf_jax.types import ModelConfigs
 class TimedRounds:
     """Hold the last rounds of one call at about the same number of rows."""
 
-    rounds: collections.deque  # of (rows, context, lag, log seconds)
+    rounds: collections.deque  # of (rows, context, draft_lag, log seconds)
     errors: collections.deque  # log of measured over predicted, of the same rounds
 
 
@@ -68,17 +68,18 @@ class Costs:
 def prior(platform: str, target: ModelWork, drafter: ModelWork | None = None) -> Costs:
     """Return the costs before any measurement, on "cpu", "gpu" or "tpu".
 
-    Work figures come from the shapes of the model or from `cost_analysis` of its compiled programs.
-    Raises ValueError for another platform.
+    target, drafter: the work of the policy and of a draft model, if one drafts. Raises ValueError
+    for another platform.
     """
     if platform not in RATES:
         raise ValueError(
             f"No rates are known for the platform {platform!r}; one of {', '.join(RATES)} is"
             " needed."
         )
-    line = Roofline.of_work(target, platform)
-    draft = drafter and Roofline.of_work(drafter, platform)
-    machine = Machine(line, draft, look=line.call)
+    of_target = Roofline.of_work(target, platform)
+    of_drafter = drafter and Roofline.of_work(drafter, platform)
+    # Drafting without a model is taken for the fixed cost of a call, until it is measured.
+    machine = Machine(of_target, of_drafter, look=of_target.call)
     return Costs(machine, machine)
 
 
@@ -86,22 +87,23 @@ def prior_of_models(
     models: ModelConfigs,
     platform: str,
     itemsize: int,
-    does: Mapping[str, float],
+    analysis: Mapping[str, float],
     rows: int,
-    slots: int,
+    cache_length: int,
 ) -> Costs:
-    """Return the costs before any measurement, from the shapes of the models alone.
+    """Return the costs before any measurement, from the shapes of the models.
 
-    itemsize: bytes of a number of the weights and the cache. does: the compiler's cost analysis of
-    a plain round of the policy over `rows` and `slots`, or nothing. It reads and multiplies more
-    than the necessary weights and cache; the calls of a draft model are assumed to do more by the
-    same factors.
+    itemsize: bytes of a number of the weights and the cache. analysis: XLA's `cost_analysis` of a
+    plain round of the policy over `rows` of `cache_length` tokens, or {}: the round reads and
+    multiplies more than the necessary weights and cache. The calls of a draft model are assumed to
+    do more by the same factors.
     """
     policy = ModelWork.of(models.policy, itemsize)
-    read = policy.weight_bytes + rows * slots * policy.context_bytes
-    multiplied = rows * (policy.token_flops + slots * policy.context_flops)
-    more_bytes = max(does.get("bytes accessed", 0.0) / read, 1.0)
-    more_flops = max(does.get("flops", 0.0) / multiplied, 1.0)
+    read = policy.weight_bytes + rows * cache_length * policy.context_bytes
+    flops = rows * (policy.token_flops + cache_length * policy.context_flops)
+    # Without an analysis, or if it leaves something out, the necessary work is the least.
+    more_bytes = max(analysis.get("bytes accessed", 0.0) / read, 1.0)
+    more_flops = max(analysis.get("flops", 0.0) / flops, 1.0)
     drafter = models.drafter and ModelWork.of(models.drafter, itemsize)
     return prior(
         platform,
@@ -110,38 +112,41 @@ def prior_of_models(
     )
 
 
-def seconds(costs: Costs, calls: Calls, rows: int, context: float, lag: int) -> np.ndarray:
+def seconds(costs: Costs, calls: Calls, rows: int, context: float, draft_lag: int) -> np.ndarray:
     """Return [S] expected seconds of a round of each of S calls.
 
-    rows: slots of the program; context: known tokens summed over rows; lag: the most tokens that
-    the draft cache lacks in a row.
+    rows: of the program, idle ones included; context: known tokens summed over rows; draft_lag: the
+    most tokens that the draft cache lacks in a row.
     """
     size = _size(rows)
-    known = costs.corrections.get(size, {})
+    corrections = costs.corrections.get(size, {})
     trends = costs.trends.get(size, {})
     factors = [
-        known.get(call, trends.get(kind, 0.0))
+        corrections.get(call, trends.get(kind, 0.0))
         for call, kind in zip(calls.each, calls.kinds, strict=True)
     ]
     grown = costs.growth.get(size, NO_GROWTH).log_seconds(rows, context)
-    return costs.machine.seconds(calls, rows, context, lag) * np.exp(np.array(factors) + grown)
+    return costs.machine.seconds(calls, rows, context, draft_lag) * np.exp(
+        np.array(factors) + grown
+    )
 
 
 def plain_seconds(costs: Costs, nodes: int, rows: list[int], context: float) -> np.ndarray:
     """Return [n] seconds of rounds without drafts, like `seconds` but faster.
 
-    rows [n]: slots of each; context: known tokens of one row.
+    rows [n]: of each round's program; context: known tokens of one row.
     """
     factors = []
     call = Call(nodes, 0, 0, grid=nodes)
     length = _log_length(1, context)
     for size in map(_size, rows):
-        known = costs.corrections.get(size, {})
-        factor = known[call] if call in known else costs.trends.get(size, {}).get(call.kind, 0.0)
+        factor = costs.corrections.get(size, {}).get(call)
+        if factor is None:
+            factor = costs.trends.get(size, {}).get(call.kind, 0.0)
         growth = costs.growth.get(size, NO_GROWTH)
         factors.append(factor + growth.slope * (length - growth.middle))
-    slots = np.array(rows)
-    plain = costs.machine.target.seconds(nodes, nodes, slots, slots * context)
+    row_counts = np.array(rows)
+    plain = costs.machine.target.seconds(nodes, nodes, row_counts, row_counts * context)
     return plain * np.exp(factors)
 
 
@@ -151,7 +156,9 @@ def rounds_timed(costs: Costs, calls: Calls, rows: int) -> np.ndarray:
     return np.array([len(cells[call].rounds) if call in cells else 0 for call in calls.each])
 
 
-def observe(costs: Costs, call: Call, rows: int, context: float, lag: int, seconds: float) -> None:
+def observe(
+    costs: Costs, call: Call, rows: int, context: float, draft_lag: int, seconds: float
+) -> None:
     """Add one measured round, in the terms of `seconds` (above 0).
 
     An outlier changes almost nothing, as corrections are medians.
@@ -164,7 +171,7 @@ def observe(costs: Costs, call: Call, rows: int, context: float, lag: int, secon
             collections.deque(maxlen=window), collections.deque(maxlen=window)
         )
     cell = cells[call]
-    cell.rounds.append((int(rows), float(context), int(lag), math.log(seconds)))
+    cell.rounds.append((int(rows), float(context), int(draft_lag), math.log(seconds)))
     cell.errors.extend(_errors(costs, size, [(*call, *cell.rounds[-1])]))
     _correct(costs, size, call)
 
@@ -180,17 +187,19 @@ def fit(costs: Costs) -> None:
     # a sixth of a process's start time, and most processes never fit
     from scipy.optimize import least_squares
 
-    calls, rows, context, lag, known = _points(costs)
+    calls, rows, context, draft_lag, measured = _points(costs)
+    # The least is for figures of 0, which have no log.
     prior_logs, start = (
         np.log(np.maximum(machine.figures(), 1e-15)) for machine in (costs.prior, costs.machine)
     )
 
     def terms(logs: np.ndarray) -> np.ndarray:
+        """Return [parameters, n] the seconds of each round by parameter."""
         machine = Machine.of_figures(np.exp(logs).tolist())
-        return machine.terms(calls, rows, context, lag)
+        return machine.terms(calls, rows, context, draft_lag)
 
     def residuals(logs: np.ndarray) -> np.ndarray:
-        error = np.log(terms(logs).sum(axis=0)) - known
+        error = np.log(terms(logs).sum(axis=0)) - measured
         return np.concatenate([error, COST_SETTINGS.prior_weight * (logs - prior_logs)])
 
     def slopes(logs: np.ndarray) -> np.ndarray:
@@ -198,6 +207,7 @@ def fit(costs: Costs) -> None:
         shares = (parts / parts.sum(axis=0)).T
         return np.concatenate([shares, COST_SETTINGS.prior_weight * np.eye(len(logs))])
 
+    # Log errors above 0.05 count linearly, as those of outliers; the rest bounds the host's time.
     robust = {"loss": "soft_l1", "f_scale": 0.05, "ftol": 1e-5, "max_nfev": 40}
     solution = least_squares(residuals, start, jac=cast(Any, slopes), **robust)
     costs.machine = Machine.of_figures(np.exp(solution.x).tolist())
@@ -240,12 +250,12 @@ def _log_length(rows: int, context: float) -> float:
 def _errors(costs: Costs, size: int, rounds: list[tuple]) -> list[float]:
     """Return the log of measured over predicted seconds of rounds of one size.
 
-    A round is (*call, rows, context, lag, log seconds).
+    A round is (*call, rows, context, draft_lag, log seconds).
     """
-    *call, rows, context, lag, measured = np.array(rounds, float).reshape(-1, 8).T
+    *call, rows, context, draft_lag, measured = np.array(rounds, float).reshape(-1, 8).T
     growth = costs.growth.get(size, NO_GROWTH)
     grown = np.array([growth.log_seconds(rows, context) for *_, rows, context, _, _ in rounds])
-    predicted = costs.machine.seconds(Calls(*call), rows, context, lag)
+    predicted = costs.machine.seconds(Calls(*call), rows, context, draft_lag)
     return (measured - np.log(predicted) - grown).tolist()
 
 
@@ -264,7 +274,7 @@ def _correct(costs: Costs, size: int, call: Call) -> None:
 
 
 def _points(costs: Costs) -> tuple[Calls, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return (calls, rows, context, lag, log seconds), all [n], of a few parts of each call.
+    """Return (calls, rows, context, draft_lag, log seconds), all [n], of a few parts of each call.
 
     Parts are along the context; the median error of each represents its rounds.
     """
@@ -277,14 +287,14 @@ def _points(costs: Costs) -> tuple[Calls, np.ndarray, np.ndarray, np.ndarray, np
             rounds = sorted(pairs, key=lambda pair: pair[0][1])
             length = -(-len(rounds) // COST_SETTINGS.fit_points)
             for part in (rounds[i : i + length] for i in range(0, len(rounds), length)):
-                rows, context, lag, _ = part[len(part) // 2][0]
-                places.append((*call, rows, context, lag))
+                rows, context, draft_lag, _ = part[len(part) // 2][0]
+                places.append((*call, rows, context, draft_lag))
                 error = statistics.median(error for _, error in part)
                 errors.append(error + growth.log_seconds(rows, context))
-    *call, rows, context, lag = np.array(places, float).reshape(-1, 7).T
+    *call, rows, context, draft_lag = np.array(places, float).reshape(-1, 7).T
     calls = Calls(*call)
-    predicted = costs.machine.seconds(calls, rows, context, lag)
-    return calls, rows, context, lag, np.log(predicted) + errors
+    predicted = costs.machine.seconds(calls, rows, context, draft_lag)
+    return calls, rows, context, draft_lag, np.log(predicted) + errors
 
 
 def _recorrect(costs: Costs) -> None:
@@ -293,7 +303,7 @@ def _recorrect(costs: Costs) -> None:
     costs.trends = {}
     costs.growth = {}
     for size, cells in costs.cells.items():
-        rounds = [[(*call, *one) for one in cell.rounds] for call, cell in cells.items()]
+        rounds = [[(*call, *each) for each in cell.rounds] for call, cell in cells.items()]
         errors = [np.array(_errors(costs, size, each)) for each in rounds]
         lengths = [
             np.array([_log_length(rows, context) for rows, context, *_ in cell.rounds])
@@ -313,5 +323,5 @@ def _recorrect(costs: Costs) -> None:
         for (call, cell), each in zip(cells.items(), rounds, strict=True):
             cell.errors = collections.deque(_errors(costs, size, each), maxlen=COST_SETTINGS.window)
             _correct(costs, size, call)
-    corrections = [abs(one) for known in costs.corrections.values() for one in known.values()]
-    costs.error = float(np.quantile(corrections, 0.9)) if corrections else math.inf
+    sizes = [abs(each) for by_call in costs.corrections.values() for each in by_call.values()]
+    costs.error = float(np.quantile(sizes, 0.9)) if sizes else math.inf

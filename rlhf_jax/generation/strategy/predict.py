@@ -43,10 +43,10 @@ _DIVERGED_PARTS = (1 / 6, 3 / 6, 5 / 6)
 class Situation:
     """Hold the inputs of a choice besides the statistics."""
 
-    rows: int  # row slots of the program
+    rows: int  # of the program, idle ones included
     live: int  # rows that will gain tokens
     context: float  # known tokens, summed over live rows
-    lag: int  # most tokens that the draft cache lacks in a row
+    draft_lag: int  # most tokens that the draft cache lacks in a row
     # by drafter: [2, CLASSES] live rows by seen prompt and confidence
     classes: Mapping[str, np.ndarray]
     ready: Callable[[Strategy], bool]  # whether its programs are compiled for these rows
@@ -264,12 +264,14 @@ def seconds_of_round(
     calls = choices.calls
     rows = situation.rows
     context = situation.context
-    kept_up = cost.seconds(costs, calls, rows, context, lag=0)
+    kept_up = cost.seconds(costs, calls, rows, context, draft_lag=0)
     # Drafts never make a round shorter, whatever the measurements.
     kept_up = np.maximum(kept_up, kept_up[0])
-    if situation.lag <= FREE_LAG or not calls.steps.any():
+    if situation.draft_lag <= FREE_LAG or not calls.steps.any():
         return kept_up, kept_up
-    whole = np.maximum(cost.seconds(costs, calls, rows, context, lag=situation.lag), kept_up)
+    whole = np.maximum(
+        cost.seconds(costs, calls, rows, context, draft_lag=situation.draft_lag), kept_up
+    )
     return whole, kept_up + (whole - kept_up) / SELECTOR_SETTINGS.catch_up_rounds
 
 

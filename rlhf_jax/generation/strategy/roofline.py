@@ -189,24 +189,26 @@ class Machine:
         """Return all parameters: the target's, `look`, and the drafter's if there is one."""
         return [*self.target, self.look, *(self.drafter or ())]
 
-    def seconds(self, calls: Calls, rows: Figures, context: Figures, lag: Figures) -> np.ndarray:
+    def seconds(
+        self, calls: Calls, rows: Figures, context: Figures, draft_lag: Figures
+    ) -> np.ndarray:
         """Return [S] seconds of a round of each of S calls.
 
-        rows: slots of the program; context: known tokens summed over rows; lag: the most tokens
-        that the draft cache lacks in a row. Each is one figure or [S].
+        rows: of the program, idle ones included; context: known tokens summed over rows; draft_lag:
+        the most tokens that the draft cache lacks in a row. Each is one figure or [S].
         """
         total = self.target.seconds(calls.nodes, calls.grid, rows, context) * calls.verifies
         total += self.look * calls.looks_up
         if self.drafter is not None:
             fed = calls.fed_a_step
             total += calls.steps * self.drafter.seconds(fed, fed, rows, context)
-            if not isinstance(lag, int) or lag > FREE_LAG:
-                missing = np.ceil(lag / CATCH_UP) * (lag > FREE_LAG) * calls.by_model
+            if not isinstance(draft_lag, int) or draft_lag > FREE_LAG:
+                missing = np.ceil(draft_lag / CATCH_UP) * (draft_lag > FREE_LAG) * calls.by_model
                 total += missing * self.drafter.seconds(CATCH_UP, CATCH_UP, rows, context)
         return np.asarray(total)
 
     def terms(
-        self, calls: Calls, rows: np.ndarray, context: np.ndarray, lag: np.ndarray
+        self, calls: Calls, rows: np.ndarray, context: np.ndarray, draft_lag: np.ndarray
     ) -> np.ndarray:
         """Return [13 or 7, n] the contribution of each parameter to the seconds of n rounds.
 
@@ -217,7 +219,7 @@ class Machine:
         terms = [target * calls.verifies, (self.look * calls.looks_up)[None]]
         if self.drafter is not None:
             fed = calls.fed_a_step
-            missing = np.ceil(lag / CATCH_UP) * ((lag > FREE_LAG) & calls.by_model)
+            missing = np.ceil(draft_lag / CATCH_UP) * ((draft_lag > FREE_LAG) & calls.by_model)
             draft = calls.steps * self.drafter.terms(fed, fed, rows, context)
             terms.append(draft + missing * self.drafter.terms(CATCH_UP, CATCH_UP, rows, context))
         return np.concatenate(terms)

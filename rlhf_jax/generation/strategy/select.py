@@ -192,7 +192,12 @@ class Selector:
             return
         call = self.candidates.calls.each[at]
         cost.observe(
-            self.costs, call, report.rows, context=report.context, lag=report.lag, seconds=seconds
+            self.costs,
+            call,
+            report.rows,
+            context=report.context,
+            draft_lag=report.draft_lag,
+            seconds=seconds,
         )
         self.timed += 1
         if self.timed >= SELECTOR_SETTINGS.first_fit and self.timed & (self.timed - 1) == 0:
@@ -255,7 +260,7 @@ class Selector:
             rows,
             live,
             context,
-            lag=0,
+            draft_lag=0,
             classes=self.classes,
             ready=lambda strategy: True,
             most_nodes=most_nodes,

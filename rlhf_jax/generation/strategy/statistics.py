@@ -36,9 +36,10 @@ def bucket(live: int) -> int:
 def add(
     counts: StrategyCounts, report: RoundReport, tokens: float, seconds: float, timed: bool
 ) -> None:
-    """Count a round with predicted `tokens` and `seconds`, if any row gained tokens.
+    """Count a round, if any row gained tokens.
 
-    timed: whether its measured time counts, if the report has one.
+    tokens, seconds: those predicted for it, of all its live rows. timed: whether its measured time
+    counts, if the report has one.
     """
     if not report.live:
         return
@@ -58,13 +59,13 @@ def add(
             predicted_tokens=tokens,
             predicted_seconds=seconds,
         )
-    place = report.strategy, bucket(report.live)
-    counts[place] = total([counts.get(place, {}), figures])
+    key = report.strategy, bucket(report.live)
+    counts[key] = total([counts.get(key, {}), figures])
 
 
-def merged(one: StrategyCounts, other: StrategyCounts) -> StrategyCounts:
-    """Return the sums of the counts of two stages or more, place by place."""
-    return {place: total([one.get(place, {}), other.get(place, {})]) for place in one | other}
+def merged(first: StrategyCounts, second: StrategyCounts) -> StrategyCounts:
+    """Return the sums of the counts of two stages, or of more in each, key by key."""
+    return {key: total([first.get(key, {}), second.get(key, {})]) for key in first | second}
 
 
 def total(counts: Iterable[Mapping[str, float]]) -> RoundCounts:
@@ -110,12 +111,12 @@ def restore(saved: list[list]) -> StrategyCounts:
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedRound:
-    """Hold the expectations for a round, per live row."""
+    """Hold the expectations for a round."""
 
     strategy: Strategy
-    tokens: float
-    drafts: float  # accepted, before calibration
-    seconds: float
+    tokens: float  # of a live row
+    drafts: float  # accepted ones of a live row, before calibration
+    seconds: float  # of the round
 
 
 @dataclasses.dataclass
@@ -123,11 +124,12 @@ class StageRounds:
     """Hold the figures of the running stage."""
 
     counts: StrategyCounts = dataclasses.field(default_factory=dict)  # results of its rounds
-    # of its situations, summed
+    # of its situations, summed: by drafter [2, CLASSES] rows by seen prompt and confidence, and
+    # [BANDS] rows by band of their responses
     classes: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     bands: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(acceptance.BANDS))
     elapsed: float = 0.0  # predicted seconds of the chosen strategies
-    lost: float = 0.0  # of these, predicted loss on probes
+    lost: float = 0.0  # of these, the predicted loss of probes against the best strategy
     switches: int = 0
     last: dict[int, Strategy] = dataclasses.field(default_factory=dict)  # by slice
     # by slice: the `ExpectedRound`s whose reports have not come
@@ -143,20 +145,22 @@ class StageRounds:
     ) -> None:
         """Record the expectations for a round until its report comes, and its rows.
 
-        tokens: of all live rows; calibration: accepted over predicted drafts, included in them.
+        tokens: of all live rows; seconds: of the round; calibration: accepted over predicted
+        drafts, included in `tokens`.
         """
-        place = situation.slice
+        slice_number = situation.slice
         for drafter, counts in situation.classes.items():
             known = self.classes.get(drafter)
             self.classes[drafter] = counts if known is None else known + counts
         self.bands = self.bands + situation.bands
         self.elapsed += seconds
-        self.switches += self.last.get(place, strategy) != strategy
-        self.last[place] = strategy
+        self.switches += self.last.get(slice_number, strategy) != strategy
+        self.last[slice_number] = strategy
 
         of_row = tokens / situation.live
-        pending = self.pending.setdefault(place, collections.deque(maxlen=_MOST_PENDING))
-        pending.append(ExpectedRound(strategy, of_row, (of_row - 1) / calibration, seconds=seconds))
+        drafts = (of_row - 1) / calibration  # One token of a row is the target's own.
+        pending = self.pending.setdefault(slice_number, collections.deque(maxlen=_MOST_PENDING))
+        pending.append(ExpectedRound(strategy, of_row, drafts, seconds=seconds))
 
     def take_expected(self, report: RoundReport) -> ExpectedRound | None:
         """Take the expectations for the slice's oldest pending round of the report's strategy."""
@@ -181,14 +185,16 @@ class StageRounds:
             f"strategy/share_{drafter}": ratio(rounds[drafter], sums["rounds"])
             for drafter in ("none", *known)
         }
-        for drafter, one in known.items():
-            metrics[f"strategy/acceptance_{drafter}"] = float(acceptance.pooled_rates(one)[0, 0])
+        for drafter, estimate in known.items():
+            # of the first draft: depth 0, rank 0
+            rate = acceptance.pooled_rates(estimate)[0, 0]
+            metrics[f"strategy/acceptance_{drafter}"] = float(rate)
         metrics["strategy/draft_length"] = ratio(sums["drafted"], sums["live_rows"])
         if sums["timed_rounds"]:
             predicted = ratio(sums["predicted_tokens"], sums["predicted_seconds"])
             metrics["strategy/predicted_tokens_per_second"] = predicted
-            gave = ratio(sums["timed_tokens"], sums["seconds"])
-            metrics["strategy/tokens_per_second"] = gave
+            measured = ratio(sums["timed_tokens"], sums["seconds"])
+            metrics["strategy/tokens_per_second"] = measured
         metrics["strategy/switches"] = float(self.switches)
         metrics["strategy/probe_share"] = ratio(self.lost, self.elapsed)
         return metrics

@@ -139,9 +139,10 @@ class Checkpoints:
         if step in self._manager.all_steps():
             return
         leaves = named_leaves(state)
-        marks = fingerprints(leaves)
+        fingerprint = fingerprints(leaves)
         table = {
-            name: [leaf.dtype.name, list(leaf.shape), marks[name]] for name, leaf in leaves.items()
+            name: [leaf.dtype.name, list(leaf.shape), fingerprint[name]]
+            for name, leaf in leaves.items()
         }
         about = {"step": step, "run": self._run, "identity": self._identity}
         document = documents.make(**about, leaves=table, host=host)
@@ -217,17 +218,17 @@ class Checkpoints:
 
     def _require_fit(self, folder: Path, document: dict[str, Any], template: Any) -> None:
         """Raise ValueError if a checkpoint is of another identity, or has more arrays."""
-        made = self._read_identity(document["identity"])
-        for key, saved, own in documents.differences(made, self._identity):
+        identity = self._read_identity(document["identity"])
+        for key, saved, current in documents.differences(identity, self._identity):
             if key in self._changeable and self._allow_changes:
                 continue
             permit = " set checkpoint.allow_changes=True," if key in self._changeable else ""
             raise ValueError(
                 f"The checkpoint {folder} was made with {key} = {saved!r}, and this run has"
-                f" {own!r}; restore it,{permit} or name another workdir."
+                f" {current!r}; restore it,{permit} or name another workdir."
             )
-        saved = document["leaves"]
-        for name in sorted(saved.keys() - {*saved_names(named_leaves(template), saved).values()}):
+        arrays = document["leaves"]
+        for name in sorted(arrays.keys() - {*saved_names(named_leaves(template), arrays).values()}):
             raise ValueError(
                 f"The checkpoint {folder} holds {name}, which this run lacks; name another workdir."
             )
@@ -328,11 +329,14 @@ def _require_none(folder: Path) -> None:
 
 
 def _require_arrays(folder: Path, saved: dict[str, list], template: Any) -> None:
-    """Raise ValueError if a checkpoint lacks an array of the template, or has another."""
+    """Raise ValueError if a checkpoint lacks an array of the template, or has another.
+
+    saved: [dtype, shape, fingerprint] of each array there.
+    """
     leaves = named_leaves(template)
-    for name, own in saved_names(leaves, saved).items():
+    for name, saved_name in saved_names(leaves, saved).items():
         leaf = leaves[name]
-        dtype, shape, _ = saved.get(own, ("nothing", "", 0))
+        dtype, shape, _ = saved.get(saved_name, ("nothing", "", 0))
         if (dtype, shape) != (leaf.dtype.name, list(leaf.shape)):
             raise ValueError(
                 f"The checkpoint {folder} has {dtype}{shape} for {name}, and this run"
@@ -341,17 +345,14 @@ def _require_arrays(folder: Path, saved: dict[str, list], template: Any) -> None
 
 
 def _read_state(folder: Path, saved: dict[str, list], template: Any) -> Any:
-    """Return the template's arrays from a checkpoint, each verified by its fingerprint.
-
-    saved: [dtype, shape, fingerprint] of each array there.
-    """
+    """Return the template's arrays from a checkpoint, each verified by its fingerprint."""
     _require_arrays(folder, saved, template)
     leaves = named_leaves(template)
-    names = saved_names(leaves, saved)
+    names_there = saved_names(leaves, saved)
     wanted = {}
     for name, leaf in leaves.items():
         place = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        wanted[names[name]] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+        wanted[names_there[name]] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
     own, others = divided.own_and_others(wanted)
     restored = {name: ocp.ArrayRestoreArgs(sharding=leaf.sharding) for name, leaf in own.items()}
     arguments = ocp.args.PyTreeRestore(own, restore_args=restored, partial_restore=True)
@@ -370,22 +371,28 @@ def _read_state(folder: Path, saved: dict[str, list], template: Any) -> Any:
 
     leaves = distributed.run_on_all(read_arrays)
     # For an array that its own table no longer names, orbax returns the argument.
-    if lost := [name for name in wanted if not isinstance(leaves.get(name), jax.Array)]:
-        raise Damaged(f"{lost[0]} is not among its arrays")
+    if missing := [name for name in wanted if not isinstance(leaves.get(name), jax.Array)]:
+        raise Damaged(f"{missing[0]} is not among its arrays")
     leaves = {name: leaves[name] for name in wanted}  # in one order on all ranks
-    for name, mark in fingerprints(leaves).items():
-        if mark != saved[name][2]:
+    for name, fingerprint in fingerprints(leaves).items():
+        if fingerprint != saved[name][2]:
             raise Damaged(f"the values of {name} have changed")
-    return jax.tree.unflatten(jax.tree.structure(template), [leaves[own] for own in names.values()])
+    in_order = [leaves[name] for name in names_there.values()]
+    return jax.tree.unflatten(jax.tree.structure(template), in_order)
 
 
 def _check_shared(folder: Path) -> None:
-    """Raise ValueError, on all, if a process does not see the leader's folder."""
-    mark = folder / distributed.broadcast(f".seen-{os.getpid()}-{time.time_ns()}")
-    with naming(folder):
-        distributed.run_on_leader(mark.touch)
-        seen = distributed.gather(mark.exists())
-        distributed.run_on_leader(mark.unlink)
+    """Raise ValueError, on all, if a process does not see the leader's folder.
+
+    All call it. Each `run_on_leader` and `gather` ends on all together, so no process looks before
+    the file is made, or after it is removed.
+    """
+    # a name that no earlier attempt can have left there
+    marker = folder / distributed.broadcast(f".seen-{os.getpid()}-{time.time_ns()}")
+    with naming(folder):  # in errors
+        distributed.run_on_leader(marker.touch)
+        seen = distributed.gather(marker.exists())
+        distributed.run_on_leader(marker.unlink)
     if not all(seen):
         raise ValueError(
             f"Rank {seen.index(False)} of the run does not see what rank 0 writes to {folder}:"

@@ -189,7 +189,7 @@ def test_what_was_moved_reads_nothing_beyond_its_length():
     ("tokens", "wanted"), [(1, 64), (64, 64), (65, 128), (129, 150), (150, 150)]
 )
 def test_widths_are_few(tokens, wanted):
-    assert row_transfer.width(tokens, 150) == wanted
+    assert row_transfer.packet_length(tokens, 150) == wanted
 
 
 @pytest.mark.parametrize(

@@ -316,7 +316,7 @@ def test_the_pace_is_of_the_best_strategy_that_fits_whatever_is_compiled():
     world.drain(chooser, samples=16)
     for most_nodes in (1, 5, 33):
         situation = chooser.typical_situation(8, 16, most_nodes)
-        assert (situation.rows, situation.live, situation.lag) == (16, 8, 0)
+        assert (situation.rows, situation.live, situation.draft_lag) == (16, 8, 0)
         assert situation.most_nodes == most_nodes
         table = chooser.table(situation)
         assert all(row["ready"] for row in table) and len(table) > 0
