@@ -262,10 +262,11 @@ def _identity(stage: StageRun) -> dict[str, Any]:
         for key, value in binding_settings(stage.config).items()
         if key not in command_line.PATH_KEYS
     }
-    # of code by its file's name alone, so that a workflow may be moved
-    identity = {
-        re.sub(r"^the code of .*/", "the code of ", key): value for key, value in settings.items()
-    }
+    identity: dict[str, Any] = {}
+    for key, value in settings.items():
+        # of code by its file's name alone, so that a workflow may be moved; two may have one name
+        name = re.sub(r"^the code of .*/", "the code of ", key)
+        identity[name] = f"{identity[name]} {value}" if name in identity else value
     identity["steps"] = stage.config.steps
     values = flat(stage.config)
     identity |= {key: values[key] for key in command_line.PATH_KEYS if is_remote(str(values[key]))}

@@ -97,10 +97,10 @@ class PhaseClock:
         if event == COMPILATION:
             with self._lock:
                 self._count_compiling(time.perf_counter())
-                # for jit(update) it is update; a failed compilation never reports its end
-                name = re.sub(r"^jit\((.*)\)$", r"\1", str(details.get("fun_name", "a program")))
-                plain = name.strip("_").replace("_", " ")
-                self._programs[threading.get_ident()] = PROGRAMS.get(name, plain)
+                # for jit(_take) it is take; a failed compilation never reports its end
+                name = re.sub(r"^jit\(_*(.*)\)$", r"\1", str(details.get("fun_name", "a program")))
+                readable = PROGRAMS.get(name, name.replace("_", " "))
+                self._programs[threading.get_ident()] = readable
 
     def _on_event(self, event: str, duration_secs: float, **details: Any) -> None:
         if event == COMPILATION:

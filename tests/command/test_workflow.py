@@ -116,7 +116,7 @@ def test_a_chain_that_cannot_work_is_refused_before_its_first_run(folder, old, n
 
 def test_a_folder_of_another_config_or_other_data_is_refused(folder, monkeypatch):
     taken = []
-    codes = [2, 0, 0]  # of runs
+    codes = [2, 0, 0, 0]  # of runs
 
     class Process:
         def __init__(self, command: list[str]):
@@ -140,7 +140,13 @@ def test_a_folder_of_another_config_or_other_data_is_refused(folder, monkeypatch
     assert workflow.run_stage(stages("--judge.model.path=org/model")[1], "2 of 3") == 0
     with pytest.raises(ValueError, match=r"the content of model\.path \('org/model', now 'other/m"):
         workflow.run_stage(stages("--judge.model.path=other/model")[1], "2 of 3")
+    (folder / "other").mkdir()
+    (folder / "other" / "rows.py").write_text(ROWS)
+    two = stages("--grpo.data.eval=other/rows.py:rows")[2]
+    assert workflow.run_stage(two, "3 of 3") == 0
     (folder / "rows.py").write_text(ROWS + "\n# other rows\n")
+    with pytest.raises(ValueError, match=r"made otherwise: the code of rows\.py:rows"):
+        workflow.run_stage(two, "3 of 3")
     with pytest.raises(ValueError, match=r"made otherwise: the code of rows\.py:rows"):
         workflow.run_stage(first, "1 of 3")
 

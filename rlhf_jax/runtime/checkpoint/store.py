@@ -391,7 +391,7 @@ def _check_shared(folder: Path) -> None:
     marker = folder / distributed.broadcast(f".seen-{os.getpid()}-{time.time_ns()}")
     with naming(folder):  # in errors
         distributed.run_on_leader(marker.touch)
-        seen = distributed.gather(marker.exists())
+        seen = distributed.gather_results(marker.exists)
         distributed.run_on_leader(marker.unlink)
     if not all(seen):
         raise ValueError(
