@@ -144,9 +144,10 @@ def test_a_folder_of_another_config_or_other_data_is_refused(folder, monkeypatch
     (folder / "other" / "rows.py").write_text(ROWS)
     two = stages("--grpo.data.eval=other/rows.py:rows")[2]
     assert workflow.run_stage(two, "3 of 3") == 0
-    (folder / "rows.py").write_text(ROWS + "\n# other rows\n")
+    (folder / "other" / "rows.py").write_text(ROWS + "\n# other rows\n")
     with pytest.raises(ValueError, match=r"made otherwise: the code of rows\.py:rows"):
         workflow.run_stage(two, "3 of 3")
+    (folder / "rows.py").write_text(ROWS + "\n# other rows\n")
     with pytest.raises(ValueError, match=r"made otherwise: the code of rows\.py:rows"):
         workflow.run_stage(first, "1 of 3")
 
