@@ -65,7 +65,7 @@ class OnlineDPOOptions(dpo.DPOOptions):
 def ranked_pairs(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, float]]:
     """Return the samples of pairs, marked by `preference`; a pair is a group of its own.
 
-    Answers of equal reward make none, nor does one without a reward.
+    Equal answers make none, nor do answers of equal reward, nor does one without a reward.
     """
     options = config.algorithm
     # answers among which a pair is chosen: those of a prompt, or of a prompt and temperature
@@ -76,6 +76,9 @@ def ranked_pairs(batch: Sequences, config: Config) -> tuple[Sequences, dict[str,
     ranks = np.asarray(batch.columns["rewards"]) - options.length_penalty * mask.sum(axis=1)
     random = np.random.default_rng((config.seed, int(batch.columns["sample_ids"][0])))
     pairs = np.array([*_pairs(ranks.reshape(-1, size), options.pair, random)], int).reshape(-1, 2)
+    # A model's rewards of one text may differ by rounding, if it reads them in different batches.
+    chosen, rejected = np.where(mask, np.asarray(batch.tokens), -1)[pairs.T]
+    pairs = pairs[(chosen != rejected).any(axis=1)]
     paired = batch.select(pairs.reshape(-1), multiple=2 * config.training.minibatches)
     signs = np.tile(np.array([1.0, -1.0], np.float32), len(paired.group) // 2)
     group = np.arange(len(signs), dtype=np.int32) // 2

@@ -105,14 +105,14 @@ class Rollouts:
                 0,
                 Request(self.stream.prompts.tokens[row], (0,), tokens),
                 [],
-                tokens=[0] * tokens,
+                tokens=[place] * tokens,  # of equal answers none may be preferred
                 logprobs=[0.0] * tokens,
                 top_k_ids=[np.zeros(top_k, np.int32)] * tokens if top_k else [],
             )
-            for row in np.repeat(rows, settings.samples_per_prompt)
+            for place, row in enumerate(np.repeat(rows, settings.samples_per_prompt))
         ]
         longest = as_sequences(samples, settings.decoding.max_length).with_columns(
-            rewards=np.arange(len(samples), dtype=np.float32),  # else none may be preferred
+            rewards=np.arange(len(samples), dtype=np.float32),  # nor of equal rewards
             ended=np.ones(len(samples), bool),  # otherwise none may be trained on (drop_overlong)
         )
         if settings.dynamic is None:

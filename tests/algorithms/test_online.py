@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import signal
@@ -30,10 +31,11 @@ def config_of(name: str, samples: int, **options):
 
 
 def batch_of(*rewards: float) -> Sequences:
-    """Samples of one token more each."""
+    """Different samples, of one token more each."""
     count = len(rewards)
     mask = np.arange(TOKENS) <= np.arange(count)[:, None] % TOKENS
-    batch = Sequences(np.ones((count, TOKENS), np.int32), mask, np.zeros(count, np.int32))
+    tokens = np.repeat(np.arange(1, count + 1, dtype=np.int32)[:, None], TOKENS, axis=1)
+    batch = Sequences(tokens, mask, np.zeros(count, np.int32))
     return batch.with_columns(
         rewards=np.array(rewards, np.float32),
         ended=np.ones(count, bool),
@@ -64,6 +66,17 @@ def test_pairs_are_chosen_by_rank_and_equal_ones_dropped(pair, expected):
     found, metrics = online_dpo.ranked_pairs(batch, config_of("online_dpo", 4, pair=pair))
     assert pairs_of(found) == expected
     assert metrics["preference/pairs"] == 2
+
+
+def test_equal_answers_make_no_pair_whatever_their_rewards():
+    """A reward model may round those of one text differently."""
+    batch = batch_of(1.0, 1.0 + 1e-6, 0.0, 2.0)
+    tokens = np.ones((4, TOKENS), np.int32)
+    mask = np.arange(TOKENS) < np.array([3, 3, 3, 4])[:, None]
+    alike = dataclasses.replace(batch, tokens=tokens, mask=mask)
+    found, metrics = online_dpo.ranked_pairs(alike, config_of("online_dpo", 2))
+    assert pairs_of(found) == [(3, 2)], "one is longer"
+    assert metrics["preference/pairs"] == 1
 
 
 def test_random_pairs_prefer_the_better_and_follow_the_seed():
