@@ -82,7 +82,10 @@ def ranked_pairs(batch: Sequences, config: Config) -> tuple[Sequences, dict[str,
     paired = batch.select(pairs.reshape(-1), multiple=2 * config.training.minibatches)
     signs = np.tile(np.array([1.0, -1.0], np.float32), len(paired.group) // 2)
     group = np.arange(len(signs), dtype=np.int32) // 2
-    return dataclasses.replace(paired, group=group).with_columns(
+    columns = dict(paired.columns)
+    if "temperatures" in columns:  # the loss reads log-probabilities at 1, so models score there
+        del columns["temperatures"], columns["sampled_logprobs"]
+    return dataclasses.replace(paired, group=group, columns=columns).with_columns(
         preference=np.where(paired.mask.any(axis=1), signs, np.float32(0.0))
     ), _measured(batch, pairs, config)
 
@@ -91,7 +94,7 @@ def gains_from(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, f
     """Return scored pairs with `reference_logprobs`, which may be those of the policy."""
     del config
     columns = dict(batch.columns)
-    del columns["sampled_logprobs"]  # at other temperatures than the loss reads
+    columns.pop("sampled_logprobs", None)  # at other temperatures than the loss reads
     if "logprobs" in columns:  # of the policy before the step
         columns["reference_logprobs"] = columns.pop("logprobs")
     return dataclasses.replace(batch, columns=columns), {}
@@ -122,9 +125,12 @@ def _measured(batch: Sequences, pairs: np.ndarray, config: Config) -> dict[str, 
     metrics = {"preference/pairs": float(len(pairs))}
     count = config.generation.samples_per_prompt
     of_prompt = temperatures(config) or (config.generation.temperature,) * count
+    drawn_at = np.tile(of_prompt, len(batch.mask) // count)
+    if "temperatures" in batch.columns:
+        drawn_at = np.asarray(batch.columns["temperatures"])[:, 0]
     numbers = {
         "tokens": np.asarray(batch.mask).sum(axis=1),
-        "temperature": np.tile(of_prompt, len(batch.mask) // count),
+        "temperature": drawn_at,
         "reward": np.asarray(batch.columns["rewards"]),
     }
     for name, values in numbers.items():

@@ -107,6 +107,18 @@ def test_pairs_are_within_a_temperature_unless_asked_otherwise():
     assert (metrics["chosen/temperature"], metrics["rejected/temperature"]) == (0.7, 1.0)
 
 
+def test_gains_are_at_temperature_1_wherever_samples_were_drawn():
+    batch = batch_of(0, 1, 2, 3)
+    warm = np.repeat(np.array([1.5, 1.0, 1.25, 1.25], np.float32)[:, None], TOKENS, axis=1)
+    batch = batch.with_columns(temperatures=warm)
+    config = config_of("online_dpo", 2)
+    found, metrics = online_dpo.ranked_pairs(batch, config)
+    assert not {"temperatures", "sampled_logprobs"} & found.columns.keys()
+    assert (metrics["chosen/temperature"], metrics["rejected/temperature"]) == (1.125, 1.375)
+    scored = found.with_columns(logprobs=np.zeros(found.mask.shape, np.float32))
+    assert "reference_logprobs" in online_dpo.gains_from(scored, config)[0].columns
+
+
 def test_a_length_penalty_ranks_and_is_no_reward():
     batch = batch_of(1.0, 1.5)
     found, _ = online_dpo.ranked_pairs(batch, config_of("online_dpo", 2, length_penalty=1.0))
@@ -274,7 +286,16 @@ def test_a_policy_moves_towards_its_teacher(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_gains_are_of_the_law_that_was_sampled_from(run):
-    """Of the likeliest tokens alone, where only these are drawn."""
+def test_gains_are_of_the_law_that_was_sampled_from(run, tmp_path):
+    """Of the likeliest tokens alone, where only these are drawn; but always at temperature 1."""
     step = run("online_dpo", algorithm__reference="previous", generation__top_k=5, steps=1)[0]
     assert abs(step["preference/margin"]) < 1e-4
+    steps = run(
+        "online_dpo",
+        algorithm__reference="previous",
+        generation__hottest=2.0,
+        steps=4,
+        workdir=tmp_path / "hotter",
+    )
+    assert steps[-1]["chosen/temperature"] > 1.0
+    assert all(abs(step["preference/margin"]) < 1e-4 for step in steps)
