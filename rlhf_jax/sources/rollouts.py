@@ -207,13 +207,14 @@ class Rollouts:
 def _join(draws: Sequence[RewardedSamples], places: int) -> RewardedSamples:
     """Join several roll-outs of so many places each.
 
-    Of metrics, failures add up, and the rest are means.
+    Of metrics, failures add up, counts of labels so far only grow, and the rest are means.
     """
     names = dict.fromkeys(name for draw in draws for name in draw.metrics)
     metrics = {}
     for name in names:
         values = [draw.metrics[name] for draw in draws if name in draw.metrics]
-        metrics[name] = float(np.sum(values) if name.endswith("/failed") else np.mean(values))
+        join = {"failed": np.sum, "learned": np.max}.get(name.rpartition("/")[2], np.mean)
+        metrics[name] = float(join(values))
     return RewardedSamples(
         samples=[sample for draw in draws for sample in draw.samples],
         responses=[response for draw in draws for response in draw.responses],
