@@ -280,8 +280,8 @@ def _check_unused(config: Config) -> None:
     """Check that a run names nothing that its algorithm does not use."""
     keys: list[str] = []
     if not derived.rewarded(config):
-        keys += ["reward.functions", "reward.models", "reward.preference_models"]
-        keys += ["generation.resample"]
+        keys += ["reward.functions", "reward.models", "reward.preference_models", "reward.labels"]
+        keys += [f"generation.{name}" for name in ("resample", "fewest_samples", "hottest")]
     if not derived.generates(config):
         keys += ["drafter.path", "drafter.layers", "generation.fuse_inference"]
     if "reference" not in derived.scorers(config):

@@ -131,7 +131,8 @@ def test_pairs_of_earlier_steps_are_trained_on_and_saved(tmp_path, minibatches):
     config = config_of("online_dpo", 2, history="all")
     config.training.minibatches = minibatches
     memory = {}
-    for step, rewards in enumerate([(0.0, 1.0, 3.0, 2.0), (1.0, 1.0, 1.0, 1.0), (0.0, 1.0)]):
+    steps = [(1.0, 1.0), (0.0, 1.0, 3.0, 2.0), (1.0, 1.0, 1.0, 1.0), (0.0, 1.0)]
+    for step, rewards in enumerate(steps):
         batch = batch_of(*rewards)
         ids = batch.columns["sample_ids"] + np.uint32(10 * step)
         reference = np.where(batch.mask, -1.0 - step, 0.0).astype(np.float32)
@@ -145,7 +146,7 @@ def test_pairs_of_earlier_steps_are_trained_on_and_saved(tmp_path, minibatches):
     assert found.columns["preference"][kept].tolist() == [1.0, -1.0] * 3
     assert np.asarray(found.mask).sum(axis=1)[kept].tolist() == [2, 1, 3, 4, 2, 1]
     lowest = np.asarray(found.columns["reference_logprobs"]).min(axis=1)[kept]
-    assert lowest.tolist() == [-1.0] * 4 + [-3.0] * 2, "of the steps that the pairs are from"
+    assert lowest.tolist() == [-2.0] * 4 + [-4.0] * 2, "of the steps that the pairs are from"
     current = config_of("online_dpo", 2)
     assert online_dpo.with_earlier_pairs(paired, memory, current) == (paired, {})
 
