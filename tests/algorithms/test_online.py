@@ -170,6 +170,10 @@ def test_the_prompts_of_most_certainty_are_left_out():
     assert found.mask.any(axis=1).tolist() == [False, False, True, True, True, True, False, False]
     assert metrics["confidence/mean"] == pytest.approx(0.575)
     assert metrics["confidence/kept"] == pytest.approx(0.35)
+    fewer = dataclasses.replace(batch, mask=batch.mask & (np.arange(8) != 1)[:, None])
+    found, metrics = grpo.without_confident(fewer, config)
+    assert found.mask.any(axis=1).tolist() == [False, False, True, True, True, True, False, False]
+    assert metrics["confidence/mean"] == pytest.approx(0.575), "of the samples that there are"
 
 
 @pytest.mark.parametrize(
