@@ -90,6 +90,12 @@ def ranked_pairs(batch: Sequences, config: Config) -> tuple[Sequences, dict[str,
     ), _measured(batch, pairs, config)
 
 
+def chosen(config: Config) -> tuple[int, int]:
+    """Return the most pairs of a prompt, and 2."""
+    options = config.algorithm
+    return 1 if options.across_temperatures else len(options.temperatures) or 1, 2
+
+
 def gains_from(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, float]]:
     """Return scored pairs with `reference_logprobs`, which may be those of the policy."""
     del config
@@ -202,6 +208,7 @@ ONLINE_DPO = Algorithm(
     losses={"policy": GroupLoss(dpo.preferred, reads=READS)},
     scores=scores,
     choose=ranked_pairs,
+    chosen=chosen,
     prepare=gains_from,
     recall=with_earlier_pairs,
     options=OnlineDPOOptions,

@@ -356,7 +356,7 @@ def check_batches(config: Config) -> None:
         what="samples of a step (prompts x samples of each)",
         by="training.minibatches",
     )
-    if any(loss.whole_groups for loss in algorithm_of(config).losses.values()):
+    if derived.keeps_groups(config):
         prompts = derived.prompts(config)
         require_even_split(prompts, minibatches, "prompts of a step", by="training.minibatches")
     tokens = config.training.microbatch_tokens

@@ -15,7 +15,8 @@ import tiny_run
 
 from rlhf_jax import trainer
 from rlhf_jax.algorithms import grpo, online_dpo, raft
-from rlhf_jax.config import command_line, default
+from rlhf_jax.config import command_line, default, derived
+from rlhf_jax.config.algorithms import algorithm_of
 from rlhf_jax.config.earlier import settled
 from rlhf_jax.runtime.checkpoint import document
 from rlhf_jax.sequences.batch import Sequences
@@ -77,6 +78,27 @@ def test_equal_answers_make_no_pair_whatever_their_rewards():
     found, metrics = online_dpo.ranked_pairs(alike, config_of("online_dpo", 2))
     assert pairs_of(found) == [(3, 2)], "one is longer"
     assert metrics["preference/pairs"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "groups"),
+    [
+        ("online_dpo", {}, (1, 2)),
+        ("online_dpo", {"temperatures": (1.0, 0.7)}, (2, 2)),
+        ("online_dpo", {"temperatures": (1.0, 0.7), "across_temperatures": True}, (1, 2)),
+        ("raft", {}, (1, 1)),
+        ("grpo", {}, (1, 8)),
+    ],
+)
+def test_as_many_samples_are_planned_as_are_chosen(name, options, groups):
+    config = config_of(name, 8, **options)
+    config.generation.prompts_per_step = 5
+    rewards = np.random.default_rng(0).permutation(40).astype(float)
+    found, _ = algorithm_of(config).choose(batch_of(*rewards), config)
+    assert derived.chosen(config) == groups
+    assert derived.chosen_samples(config) == found.mask.any(axis=1).sum()
+    new = config.generation.max_new_tokens
+    assert derived.group_tokens(config) == config.data.max_prompt_tokens + groups[1] * new
 
 
 def test_random_pairs_prefer_the_better_and_follow_the_seed():
@@ -189,8 +211,6 @@ def test_the_prompts_of_most_certainty_are_left_out():
     ],
 )
 def test_what_cannot_learn_is_one_sentence(name, samples, options, words):
-    from rlhf_jax.config.algorithms import algorithm_of
-
     config = config_of(name, samples, **options)
     with pytest.raises(ValueError, match=words):
         algorithm_of(config).check_options(config)
