@@ -65,7 +65,7 @@ class OnlineDPOOptions(dpo.DPOOptions):
 def ranked_pairs(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, float]]:
     """Return the samples of pairs, marked by `preference`; a pair is a group of its own.
 
-    Equal answers make none, nor do answers of equal reward, nor does one without a reward.
+    Equal answers make none, nor do answers of equal rank, nor does one without a reward.
     """
     options = config.algorithm
     # answers among which a pair is chosen: those of a prompt, or of a prompt and temperature

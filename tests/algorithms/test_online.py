@@ -18,6 +18,8 @@ from rlhf_jax.algorithms import grpo, online_dpo, raft
 from rlhf_jax.config import command_line, default, derived
 from rlhf_jax.config.algorithms import algorithm_of
 from rlhf_jax.config.earlier import settled
+from rlhf_jax.report.run import read_run
+from rlhf_jax.report.warnings import warnings
 from rlhf_jax.runtime.checkpoint import document
 from rlhf_jax.sequences.batch import Sequences
 
@@ -253,6 +255,22 @@ def test_online_dpo_learns_from_what_it_writes(run, tmp_path):
         steps=2,
     )
     assert abs(previous[0]["preference/margin"]) < 1e-4  # policy and reference begin as one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("history", ["current", "all"])
+def test_without_a_usable_pair_nothing_is_learned_and_the_report_says_why(run, tmp_path, history):
+    (tmp_path / "reward.py").write_text("def vowels(prompt, response, row):\n    return 1.0\n")
+    steps = run("online_dpo", algorithm__history=history, steps=2)
+    assert [step["preference/pairs"] for step in steps] == [0.0, 0.0]
+    assert not any("loss/policy" in step or "chosen/tokens" in step for step in steps)
+    before, after = (
+        (tmp_path / name / "model.safetensors").read_bytes()
+        for name in ("tiny", "online_dpo/policy")
+    )
+    assert before == after
+    told = warnings(read_run(tmp_path / "online_dpo"))
+    assert any("100% of the steps had no two answers of different reward" in one for one in told)
 
 
 @pytest.mark.slow
