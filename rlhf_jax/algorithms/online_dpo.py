@@ -119,6 +119,8 @@ def with_earlier_pairs(
     pairs = own.take(np.flatnonzero(own.mask.any(axis=1)))
     if memory:
         pairs = joined(padded(memory, length=0), pairs)
+    if not len(pairs.group):  # so far no step had one
+        return batch, memory
     multiple = 2 * config.training.minibatches
     filled = pairs.select(np.arange(len(pairs.group)), multiple)
     group = np.arange(len(filled.group), dtype=np.int32) // 2

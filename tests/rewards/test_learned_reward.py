@@ -42,7 +42,10 @@ def by_length(responses):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"reward.models": ()}, "reward.models has 0 models; labels teach exactly one"),
+        (
+            {"reward.models": (), "reward.functions": ("labels.py:longer",)},
+            "reward.models has 0 models; labels teach exactly one",
+        ),
         ({"reward.models": ("a", "b")}, "reward.models has 2 models; labels teach exactly one"),
         ({"generation.fuse_inference": True}, "reward.labels changes the reward model, of which"),
         (
