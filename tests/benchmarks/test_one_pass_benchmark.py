@@ -7,6 +7,7 @@ import pytest
 from benchmarks import one_pass
 
 
+@pytest.mark.slow
 def test_rules_of_choice_regret_less_than_random_ones():
     """Over 20 seeds, with an interval of 95 %."""
     for name, found in one_pass.regrets().items():
