@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import signal
 from pathlib import Path
 
@@ -158,12 +159,12 @@ def test_a_run_leaves_the_reward_model_that_it_has_taught(tmp_path, one_device):
         tiny_run.arguments(tmp_path, model, **again, workdir=tmp_path / "later")
     )
     trainer.do_run(config)
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(
-        workdir / "reward_model", dtype=torch.float32
-    )
-    np.testing.assert_array_equal(theirs.score.weight.detach().numpy()[0], found.head[:, 0])
+    if importlib.util.find_spec("torch") and importlib.util.find_spec("transformers"):
+        import transformers
+
+        kind = transformers.AutoModelForSequenceClassification
+        theirs = kind.from_pretrained(workdir / "reward_model")
+        np.testing.assert_array_equal(theirs.score.weight.detach().numpy()[0], found.head[:, 0])
 
 
 @pytest.mark.slow
