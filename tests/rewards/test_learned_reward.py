@@ -130,12 +130,14 @@ def memory_of(workdir: Path) -> dict[str, np.ndarray]:
 def test_a_run_leaves_the_reward_model_that_it_has_taught(tmp_path, one_device):
     tiny_run.make_files(tmp_path)
     model = tiny_run.make_model(tmp_path / "tiny")
-    changes = give_files(tmp_path) | {"generation__resample": 1, "checkpoint__every": 1}
+    changes = give_files(tmp_path) | {"checkpoint__every": 1}
+    changes |= {"generation__resample": 1, "reward__clip": 1e-8}  # always, as no prompt has signal
     config = command_line.read(tiny_run.arguments(tmp_path, model, **changes))
     trainer.do_run(config)
     workdir = Path(config.workdir)
     steps = tiny_run.lines(workdir / "metrics.jsonl")
     memory = memory_of(workdir)
+    assert {step["generation/attempts"] for step in steps} == {2}
     counts = [step["labels/learned"] for step in steps]
     assert 0 < counts[0] < counts[1] < counts[2] == memory["labels"]
 
