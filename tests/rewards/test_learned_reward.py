@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import signal
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,10 @@ def responses_to(texts: list[str]) -> list[Response]:
 
 def by_length(responses):
     return as_scores([float(len(one.response)) for one in responses])
+
+
+def values_of(results) -> np.ndarray:
+    return np.array([results[index].value for index in range(len(results))])
 
 
 @pytest.mark.parametrize(
@@ -103,8 +108,7 @@ def test_of_many_features_the_head_learns_by_conjugate_gradients(wide):
     _, memory, metrics = learned.learn(responses, {})
     assert metrics["labels/learned"] == 2 and memory["inverse"].size == 0
     before, after = (
-        np.array([found[index].value for index in range(4)]).reshape(2, 2)
-        for found in (learned.results(responses, {}), learned.results(responses, memory))
+        values_of(learned.results(responses, known)).reshape(2, 2) for known in ({}, memory)
     )
     gained = (after - before) @ np.array([-1.0, 1.0]) * np.array([1.0, -1.0])
     assert (gained > 0).all(), "the longer one of each pair is ahead by more"
@@ -143,6 +147,7 @@ def test_a_run_leaves_the_reward_model_that_it_has_taught(tmp_path, one_device):
 
     left = open_source(workdir / "reward_model")
     found = left.load(jnp.float32)
+    assert found.head is not None
     assert np.array_equal(np.asarray(found.head)[:, 0], memory["theta"].astype(np.float32))
     before = open_source(tmp_path / "judge").load(jnp.float32)
     jax.tree.map(np.testing.assert_array_equal, found.layers, before.layers)
@@ -151,7 +156,7 @@ def test_a_run_leaves_the_reward_model_that_it_has_taught(tmp_path, one_device):
     responses = responses_to(["a", "a long one", "b b", "b"])
     judge = RewardModel(open_source(tmp_path / "judge"), before, rows=4)
     learned = LearnedReward("judge", judge, by_length, "active", seed=0)
-    expected = [learned.results(responses, memory)[index].value for index in range(4)]
+    expected = values_of(learned.results(responses, memory))
     scores = model_scorer(RewardModel(left, found, rows=4))(responses).values
     np.testing.assert_allclose(scores, expected, atol=1e-5)
 
@@ -162,8 +167,7 @@ def test_a_run_leaves_the_reward_model_that_it_has_taught(tmp_path, one_device):
     )
     trainer.do_run(config)
     if importlib.util.find_spec("torch") and importlib.util.find_spec("transformers"):
-        import transformers
-
+        transformers: Any = importlib.import_module("transformers")
         kind = transformers.AutoModelForSequenceClassification
         theirs = kind.from_pretrained(workdir / "reward_model")
         np.testing.assert_array_equal(theirs.score.weight.detach().numpy()[0], found.head[:, 0])
