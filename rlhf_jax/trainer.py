@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from rlhf_jax import iteration
 from rlhf_jax.config.algorithms import algorithm_of
@@ -24,11 +25,13 @@ from rlhf_jax.generation.strategy import cost
 from rlhf_jax.inference.scoring import score
 from rlhf_jax.memory import host
 from rlhf_jax.memory import parts as memory_parts
+from rlhf_jax.mesh import FLOAT32
 from rlhf_jax.models.files import huggingface
 from rlhf_jax.monitoring import console, metrics
 from rlhf_jax.monitoring.callbacks import Callback
 from rlhf_jax.placement.plan import training_layout
 from rlhf_jax.rewards.combination import Reward
+from rlhf_jax.rewards.learned import LEARNED_REWARD
 from rlhf_jax.rewards.sources import offer
 from rlhf_jax.run import Run
 from rlhf_jax.runtime import distributed, to_host
@@ -39,12 +42,13 @@ from rlhf_jax.runtime.mirror import folder_of, mirrored
 from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.session import Session, preview
 from rlhf_jax.setup.describe import print_setup
+from rlhf_jax.setup.models import load
 from rlhf_jax.setup.run_spec import RunSpec, date_of_run
 from rlhf_jax.setup.run_spec import prepare as prepare_run
 from rlhf_jax.state import RunState, remembered
 from rlhf_jax.training.learn import compile_update
 from rlhf_jax.training.prepare import prepare
-from rlhf_jax.types import Model, ModelConfigs, Models
+from rlhf_jax.types import Memory, Model, ModelConfigs, Models
 
 
 class Result(NamedTuple):
@@ -282,6 +286,29 @@ def write_model(spec: RunSpec, name: str, model: Model) -> None:
     distributed.run_on_leader(save)
 
 
+def write_learned_reward(spec: RunSpec, memory: Memory) -> None:
+    """Write the reward model with the head that it has learned in the run, as a folder.
+
+    Its other weights are read again, as those of the run may have lost precision.
+    """
+    source = spec.rewards[0]  # before preference models
+    layout = dataclasses.replace(spec.layouts["reward_inference"], dtype=FLOAT32)
+    model = load(source, layout)
+    whole = to_host.to_leader(model) if distributed.started() else model
+    if memory:  # else there was no label
+        whole = dataclasses.replace(whole, head=memory["theta"].astype(np.float32)[:, None])
+    save = functools.partial(
+        huggingface.save,
+        spec.workdir / LEARNED_REWARD,
+        whole,
+        source.tokenizer,
+        source.stop_tokens,
+        jnp.float32,
+        source.repeated,
+    )
+    distributed.run_on_leader(save)
+
+
 def print_measures(spec: RunSpec) -> None:
     """Print what a model is worth that was only measured, and write the report."""
     from rlhf_jax.report.page import write_report
@@ -306,6 +333,10 @@ def export(state: RunState, run: Run, spec: RunSpec) -> None:
         trained["drafter"] = completed(state.models["drafter"].weights, policy)
     for name, model in trained.items():
         write_model(spec, name, model)
+    names = [*trained]
+    if run.config.reward.labels:
+        write_learned_reward(spec, state.host.memory.get("reward", {}))
+        names.append(LEARNED_REWARD)
 
     def print_summary() -> None:
         from rlhf_jax.report.page import write_report
@@ -317,7 +348,7 @@ def export(state: RunState, run: Run, spec: RunSpec) -> None:
             console.compare(*metrics.before_and_after(spec.workdir))
         console.warn(warnings(read_run(spec.workdir)))
         workdir = run.config.workdir.rstrip("/")
-        folders = [f"the trained {name} is in {workdir}/{name}" for name in trained]
+        folders = [f"the trained {name} is in {workdir}/{name}" for name in names]
         print(f"T{' and '.join(folders)[1:]}, and what happened in {workdir}/report.html.")
 
     distributed.run_on_leader(print_summary)

@@ -175,7 +175,10 @@ def without_confident(batch: Sequences, config: Config) -> tuple[Sequences, dict
     drawn = np.asarray(batch.columns["sampled_logprobs"])
     mask = np.asarray(batch.mask)
     certainty = np.where(mask, np.exp(drawn), 0.0).sum(axis=1) / np.maximum(mask.sum(axis=1), 1)
-    by_prompt = certainty.reshape(-1, config.generation.samples_per_prompt).mean(axis=1)
+    # Dynamic sampling draws fewer samples of some prompts.
+    shape = (-1, config.generation.samples_per_prompt)
+    drawn_of = np.maximum(mask.any(axis=1).reshape(shape).sum(axis=1), 1)
+    by_prompt = certainty.reshape(shape).sum(axis=1) / drawn_of
     dropped = math.floor(config.algorithm.drop_ratio * len(by_prompt) + 1e-9)
     kept = np.ones(len(by_prompt), bool)
     kept[np.argsort(-by_prompt, kind="stable")[:dropped]] = False

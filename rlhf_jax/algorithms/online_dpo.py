@@ -65,7 +65,7 @@ class OnlineDPOOptions(dpo.DPOOptions):
 def ranked_pairs(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, float]]:
     """Return the samples of pairs, marked by `preference`; a pair is a group of its own.
 
-    Answers of equal reward make none, nor does one without a reward.
+    Equal answers make none, nor do answers of equal rank, nor does one without a reward.
     """
     options = config.algorithm
     # answers among which a pair is chosen: those of a prompt, or of a prompt and temperature
@@ -76,19 +76,31 @@ def ranked_pairs(batch: Sequences, config: Config) -> tuple[Sequences, dict[str,
     ranks = np.asarray(batch.columns["rewards"]) - options.length_penalty * mask.sum(axis=1)
     random = np.random.default_rng((config.seed, int(batch.columns["sample_ids"][0])))
     pairs = np.array([*_pairs(ranks.reshape(-1, size), options.pair, random)], int).reshape(-1, 2)
+    # A model's rewards of one text may differ by rounding, if it reads them in different batches.
+    chosen, rejected = np.where(mask, np.asarray(batch.tokens), -1)[pairs.T]
+    pairs = pairs[(chosen != rejected).any(axis=1)]
     paired = batch.select(pairs.reshape(-1), multiple=2 * config.training.minibatches)
     signs = np.tile(np.array([1.0, -1.0], np.float32), len(paired.group) // 2)
     group = np.arange(len(signs), dtype=np.int32) // 2
-    return dataclasses.replace(paired, group=group).with_columns(
+    columns = dict(paired.columns)
+    if "temperatures" in columns:  # the loss reads log-probabilities at 1, so models score there
+        del columns["temperatures"], columns["sampled_logprobs"]
+    return dataclasses.replace(paired, group=group, columns=columns).with_columns(
         preference=np.where(paired.mask.any(axis=1), signs, np.float32(0.0))
     ), _measured(batch, pairs, config)
+
+
+def chosen(config: Config) -> tuple[int, int]:
+    """Return the most pairs of a prompt, and 2."""
+    options = config.algorithm
+    return 1 if options.across_temperatures else len(options.temperatures) or 1, 2
 
 
 def gains_from(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, float]]:
     """Return scored pairs with `reference_logprobs`, which may be those of the policy."""
     del config
     columns = dict(batch.columns)
-    del columns["sampled_logprobs"]  # at other temperatures than the loss reads
+    columns.pop("sampled_logprobs", None)  # at other temperatures than the loss reads
     if "logprobs" in columns:  # of the policy before the step
         columns["reference_logprobs"] = columns.pop("logprobs")
     return dataclasses.replace(batch, columns=columns), {}
@@ -107,6 +119,8 @@ def with_earlier_pairs(
     pairs = own.take(np.flatnonzero(own.mask.any(axis=1)))
     if memory:
         pairs = joined(padded(memory, length=0), pairs)
+    if not len(pairs.group):  # so far no step had one
+        return batch, memory
     multiple = 2 * config.training.minibatches
     filled = pairs.select(np.arange(len(pairs.group)), multiple)
     group = np.arange(len(filled.group), dtype=np.int32) // 2
@@ -119,9 +133,12 @@ def _measured(batch: Sequences, pairs: np.ndarray, config: Config) -> dict[str, 
     metrics = {"preference/pairs": float(len(pairs))}
     count = config.generation.samples_per_prompt
     of_prompt = temperatures(config) or (config.generation.temperature,) * count
+    drawn_at = np.tile(of_prompt, len(batch.mask) // count)
+    if "temperatures" in batch.columns:
+        drawn_at = np.asarray(batch.columns["temperatures"])[:, 0]
     numbers = {
         "tokens": np.asarray(batch.mask).sum(axis=1),
-        "temperature": np.tile(of_prompt, len(batch.mask) // count),
+        "temperature": drawn_at,
         "reward": np.asarray(batch.columns["rewards"]),
     }
     for name, values in numbers.items():
@@ -193,6 +210,7 @@ ONLINE_DPO = Algorithm(
     losses={"policy": GroupLoss(dpo.preferred, reads=READS)},
     scores=scores,
     choose=ranked_pairs,
+    chosen=chosen,
     prepare=gains_from,
     recall=with_earlier_pairs,
     options=OnlineDPOOptions,

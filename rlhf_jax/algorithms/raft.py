@@ -50,5 +50,6 @@ RAFT = Algorithm(
     title="RAFT",
     losses={"policy": TokenLoss(negative_log_likelihood, reads=("top_k_ids",))},
     choose=best_of_n,
+    chosen=lambda config: (1, 1),
     check=check,
 )

@@ -70,6 +70,9 @@ class Algorithm:
     # from samples with columns `rewards` and `ended` to those that are scored and trained on, and
     # metrics; both are on the host
     choose: Callable[[Sequences, Config], tuple[Sequences, dict[str, float]]] = unchanged
+    # the most groups of a prompt that `choose` leaves, and the most samples of each, by which
+    # memory and time are planned; None: all samples of a prompt are one group
+    chosen: Callable[[Config], tuple[int, int]] | None = None
     # from prepared samples, the memory of earlier steps and the config to the samples that are
     # trained on, and the memory for later steps
     recall: Callable[[Sequences, Memory, Config], tuple[Sequences, Memory]] = with_memory

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from rlhf_jax.config.algorithms import algorithm_of
 from rlhf_jax.config.schema import Config
 from rlhf_jax.types import ModelConfig
@@ -48,6 +50,17 @@ def samples(config: Config) -> int:
     return prompts(config) * (given or config.generation.samples_per_prompt)
 
 
+def chosen(config: Config) -> tuple[int, int]:
+    """Return the most groups of a prompt that are learned from, and the most samples of each."""
+    of_prompt = algorithm_of(config).chosen
+    return of_prompt(config) if of_prompt else (1, samples(config) // prompts(config))
+
+
+def chosen_samples(config: Config) -> int:
+    """Return the most samples of a step that are scored and learned from."""
+    return prompts(config) * math.prod(chosen(config))
+
+
 def response_tokens(config: Config) -> int:
     """Return the length of the longest sample without its prompt, in tokens."""
     generated = config.generation.max_new_tokens
@@ -92,17 +105,22 @@ def microbatch_rows(config: Config) -> int:
 
 
 def batch_tokens(config: Config, minibatches: int = 1) -> int:
-    """Return the most tokens of a step's samples, or of a minibatch; each prompt counts once."""
-    rows = samples(config) // minibatches
+    """Return the most tokens of chosen samples of a step or minibatch; each prompt counts once."""
+    rows = chosen_samples(config) // minibatches
     # Samples of a prompt may be in any of several minibatches.
     distinct = min(prompts(config), rows)
     return distinct * config.data.max_prompt_tokens + rows * response_tokens(config)
 
 
 def group_tokens(config: Config) -> int:
-    """Return the most tokens of all samples of a prompt; the prompt counts once."""
-    samples_of_prompt = samples(config) // prompts(config)
-    return config.data.max_prompt_tokens + samples_of_prompt * response_tokens(config)
+    """Return the most tokens of a group of samples of a prompt; the prompt counts once."""
+    _, size = chosen(config)
+    return config.data.max_prompt_tokens + size * response_tokens(config)
+
+
+def keeps_groups(config: Config) -> bool:
+    """Return whether a loss compares the samples of a group, which are then in one line."""
+    return any(loss.whole_groups for loss in algorithm_of(config).losses.values())
 
 
 def scorers(config: Config) -> tuple[str, ...]:

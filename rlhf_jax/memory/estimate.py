@@ -303,12 +303,14 @@ def scoring_bytes(
 def _inference(run: PlannedRun) -> list[Part]:
     """List the copies of the scoring models, and the working memory of one micro-batch.
 
-    Reward models score while generation's weights are present.
+    Reward models score all samples, while generation's weights are present; other models score
+    those that the algorithm has chosen.
     """
     trained = derived.calls(run.config)
     copies = work = kept = 0
     for role, own, model in run.models_of("inference"):
-        work = max(work, scoring_bytes(own, role, model, own.batch_rows))
+        rows = own.batch_rows if role == "reward" else own.scored_rows
+        work = max(work, scoring_bytes(own, role, model, rows))
         if f"{role}_training" in trained:
             shared = own.layout == run.layouts.get(f"{role}_training")
             copies += own.cast_weights(model) if shared else own.weights(model)

@@ -74,14 +74,23 @@ class PlannedRun:
         return meshes.rows_of_shard(rows, self.layout.row_shards)
 
     @property
+    def scored_rows(self) -> int:
+        """Return the rows of a device's part of a micro-batch of the samples that are scored."""
+        return min(self.batch_rows, row_share(derived.chosen_samples(self.config), self.layout))
+
+    @property
     def line_tokens(self) -> int:
-        """Return the tokens of a device's line of a micro-batch."""
-        return self.batch_rows * self.text_tokens
+        """Return the tokens of a device's line of a micro-batch.
+
+        It has room for a group that must be whole, even if that is larger than a micro-batch.
+        """
+        group = derived.group_tokens(self.config) if derived.keeps_groups(self.config) else 0
+        return max(self.batch_rows * self.text_tokens, group)
 
     @property
     def micro_batches(self) -> int:
         """Return the micro-batches of a minibatch of the longest texts."""
-        minibatch = derived.samples(self.config) / self.config.training.minibatches
+        minibatch = derived.chosen_samples(self.config) / self.config.training.minibatches
         return math.ceil(minibatch / (self.layout.row_shards * self.batch_rows))
 
     @property

@@ -181,7 +181,7 @@ def compare_trainings(prices: PlanPrices) -> TrainingComparison | None:
     Other calls are ignored. None if one of the two does not fit.
     """
     config = prices.config
-    minibatch = derived.samples(config) // config.training.minibatches
+    minibatch = derived.chosen_samples(config) // config.training.minibatches
     calls = [call for call in derived.calls(config) if call.endswith("_training")]
     of_pipelines: list[tuple[float, int, PipelinedTraining]] = []
     of_shards: list[tuple[float, int, SearchResult]] = []

@@ -53,9 +53,9 @@ def scores(calls: PlacedCalls, call: str, model: ModelConfig) -> CallProgram:
     config = calls.config
     run = calls.run(call)
     placed = calls.placed(call)
-    passes = placed.passes()
     role = call.removesuffix("_inference")
     rewards = role == "reward"
+    passes = placed.passes(chosen=not rewards)
     if rewards:
         passes = passes._replace(tokens=derived.reward_tokens(config, model), predicted=1)
 
@@ -72,7 +72,8 @@ def scores(calls: PlacedCalls, call: str, model: ModelConfig) -> CallProgram:
 
     held = run.weights(model)
     work = placed.forward(model, passes)
-    size = held + estimate.scoring_bytes(run, role, model, run.batch_rows)
+    rows = run.batch_rows if rewards else run.scored_rows
+    size = held + estimate.scoring_bytes(run, role, model, rows)
     return CallProgram(
         call,
         "rewards" if rewards else "scores",
@@ -89,7 +90,7 @@ def gradient(calls: PlacedCalls, call: str) -> CallProgram:
     run = calls.run(call)
     model = calls.model(call)
     placed = calls.placed(call)
-    passes = placed.passes(calls.config.training.minibatches)
+    passes = placed.passes(calls.config.training.minibatches, chosen=True)
 
     def run_gradient(execute: Execute, _: int) -> object:
         weights = shapes.model_shapes(model, run.layout, FLOAT32)

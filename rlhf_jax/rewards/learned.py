@@ -22,6 +22,7 @@ from rlhf_jax.runtime import to_host
 from rlhf_jax.types import Memory
 
 DAMPING = 0.8  # lambda_0 of the paper's experiments, above CG_ABOVE features
+LEARNED_REWARD = "reward_model"  # folder of the model that a run leaves
 
 
 @dataclasses.dataclass(frozen=True)

@@ -133,10 +133,10 @@ class OnePassReward:
 
     def uncertainty(self, features: np.ndarray) -> np.ndarray:
         """Return |x| in the norm of the inverse Hessian for features or differences [n, d]: [n]."""
+        blas: Any = importlib.import_module("scipy.linalg.blas")
         x = np.asarray(features, np.float64)
-        upper = np.triu(self.inverse)
-        whole = upper + np.triu(upper, 1).T
-        return np.sqrt(np.maximum(np.einsum("nd,nd->n", x @ whole, x), 0.0))
+        u = blas.dsymm(1.0, self.inverse, x.T).T  # the lower triangle is never read
+        return np.sqrt(np.maximum(np.einsum("nd,nd->n", u, x), 0.0))
 
     def choose_passive(self, features: np.ndarray, beta: float) -> int:
         """Choose an answer by its reward less beta times its uncertainty: pessimism."""

@@ -124,6 +124,8 @@ def disk_line(spec: RunSpec) -> str:
     kept = config.checkpoint.keep * bool(config.checkpoint.every)
     # A checkpoint being written exists in addition to those that are kept.
     folders = 4 * count_weights(models.policy) * (1 + bool(config.checkpoint.best))
+    if config.reward.labels:
+        folders += 4 * count_weights(models.rewards[0])
     total = (kept + bool(kept)) * checkpoint + folders
     size = f"up to {total / GIGA:.1f} GB"
     if kept:

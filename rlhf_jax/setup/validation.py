@@ -26,7 +26,7 @@ from rlhf_jax.placement.pipelined import check_pipelines, is_pipelined
 from rlhf_jax.placement.plan import Plan
 from rlhf_jax.placement.presets import plan_of
 from rlhf_jax.rewards.functions import Signature
-from rlhf_jax.rewards.learned import check_labels
+from rlhf_jax.rewards.learned import LEARNED_REWARD, check_labels
 from rlhf_jax.rewards.sources import check_sources, term_names
 from rlhf_jax.runtime import mirror
 from rlhf_jax.setup.sample_checks import (
@@ -268,7 +268,8 @@ def _check_roles(config: Config) -> None:
     roles = {*derived.critics(config), *algorithm_of(config).losses}
     calls = ("generation", "reference", "reward", "student")
     folders = ("best", "checkpoints", "post-mortem", "profile", "sinks")
-    for name in calls + folders:
+    learned = (LEARNED_REWARD,) if config.reward.labels else ()
+    for name in calls + folders + learned:
         require(
             name not in roles,
             f"algorithm {config.algorithm.name!r} has a critic called {name!r}, as something else"
@@ -280,8 +281,8 @@ def _check_unused(config: Config) -> None:
     """Check that a run names nothing that its algorithm does not use."""
     keys: list[str] = []
     if not derived.rewarded(config):
-        keys += ["reward.functions", "reward.models", "reward.preference_models"]
-        keys += ["generation.resample"]
+        keys += ["reward.functions", "reward.models", "reward.preference_models", "reward.labels"]
+        keys += [f"generation.{name}" for name in ("resample", "fewest_samples", "hottest")]
     if not derived.generates(config):
         keys += ["drafter.path", "drafter.layers", "generation.fuse_inference"]
     if "reference" not in derived.scorers(config):
@@ -355,7 +356,7 @@ def check_batches(config: Config) -> None:
         what="samples of a step (prompts x samples of each)",
         by="training.minibatches",
     )
-    if any(loss.whole_groups for loss in algorithm_of(config).losses.values()):
+    if derived.keeps_groups(config):
         prompts = derived.prompts(config)
         require_even_split(prompts, minibatches, "prompts of a step", by="training.minibatches")
     tokens = config.training.microbatch_tokens

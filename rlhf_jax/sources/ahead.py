@@ -63,7 +63,10 @@ class RolloutsAhead(Rollouts):
                 yield drawn
                 waits = time.perf_counter()
                 observe("waiting", None)
-                drawn.host = task.result(functools.partial(observe, "waiting"))
+                # The samples were drawn beside the rewards, whose memory is newer.
+                memory = drawn.host.memory.get("reward", {})
+                host = task.result(functools.partial(observe, "waiting"))
+                drawn.host = host.remember("reward", memory)
                 drawn.metrics["lag/waited_seconds"] = time.perf_counter() - waits
         drawn.spans = spans + drawn.spans
 

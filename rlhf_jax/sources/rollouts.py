@@ -105,14 +105,14 @@ class Rollouts:
                 0,
                 Request(self.stream.prompts.tokens[row], (0,), tokens),
                 [],
-                tokens=[0] * tokens,
+                tokens=[place] * tokens,  # of equal answers none may be preferred
                 logprobs=[0.0] * tokens,
                 top_k_ids=[np.zeros(top_k, np.int32)] * tokens if top_k else [],
             )
-            for row in np.repeat(rows, settings.samples_per_prompt)
+            for place, row in enumerate(np.repeat(rows, settings.samples_per_prompt))
         ]
         longest = as_sequences(samples, settings.decoding.max_length).with_columns(
-            rewards=np.arange(len(samples), dtype=np.float32),  # else none may be preferred
+            rewards=np.arange(len(samples), dtype=np.float32),  # nor of equal rewards
             ended=np.ones(len(samples), bool),  # otherwise none may be trained on (drop_overlong)
         )
         if settings.dynamic is None:
@@ -207,13 +207,14 @@ class Rollouts:
 def _join(draws: Sequence[RewardedSamples], places: int) -> RewardedSamples:
     """Join several roll-outs of so many places each.
 
-    Of metrics, failures add up, and the rest are means.
+    Of metrics, failures add up, counts of labels so far only grow, and the rest are means.
     """
     names = dict.fromkeys(name for draw in draws for name in draw.metrics)
     metrics = {}
     for name in names:
         values = [draw.metrics[name] for draw in draws if name in draw.metrics]
-        metrics[name] = float(np.sum(values) if name.endswith("/failed") else np.mean(values))
+        join = {"failed": np.sum, "learned": np.max}.get(name.rpartition("/")[2], np.mean)
+        metrics[name] = float(join(values))
     return RewardedSamples(
         samples=[sample for draw in draws for sample in draw.samples],
         responses=[response for draw in draws for response in draw.responses],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import signal
@@ -14,8 +15,11 @@ import tiny_run
 
 from rlhf_jax import trainer
 from rlhf_jax.algorithms import grpo, online_dpo, raft
-from rlhf_jax.config import command_line, default
+from rlhf_jax.config import command_line, default, derived
+from rlhf_jax.config.algorithms import algorithm_of
 from rlhf_jax.config.earlier import settled
+from rlhf_jax.report.run import read_run
+from rlhf_jax.report.warnings import warnings
 from rlhf_jax.runtime.checkpoint import document
 from rlhf_jax.sequences.batch import Sequences
 
@@ -30,10 +34,11 @@ def config_of(name: str, samples: int, **options):
 
 
 def batch_of(*rewards: float) -> Sequences:
-    """Samples of one token more each."""
+    """Different samples, of one token more each."""
     count = len(rewards)
     mask = np.arange(TOKENS) <= np.arange(count)[:, None] % TOKENS
-    batch = Sequences(np.ones((count, TOKENS), np.int32), mask, np.zeros(count, np.int32))
+    tokens = np.repeat(np.arange(1, count + 1, dtype=np.int32)[:, None], TOKENS, axis=1)
+    batch = Sequences(tokens, mask, np.zeros(count, np.int32))
     return batch.with_columns(
         rewards=np.array(rewards, np.float32),
         ended=np.ones(count, bool),
@@ -66,6 +71,38 @@ def test_pairs_are_chosen_by_rank_and_equal_ones_dropped(pair, expected):
     assert metrics["preference/pairs"] == 2
 
 
+def test_equal_answers_make_no_pair_whatever_their_rewards():
+    """A reward model may round those of one text differently."""
+    batch = batch_of(1.0, 1.0 + 1e-6, 0.0, 2.0)
+    tokens = np.ones((4, TOKENS), np.int32)
+    mask = np.arange(TOKENS) < np.array([3, 3, 3, 4])[:, None]
+    alike = dataclasses.replace(batch, tokens=tokens, mask=mask)
+    found, metrics = online_dpo.ranked_pairs(alike, config_of("online_dpo", 2))
+    assert pairs_of(found) == [(3, 2)], "one is longer"
+    assert metrics["preference/pairs"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "groups"),
+    [
+        ("online_dpo", {}, (1, 2)),
+        ("online_dpo", {"temperatures": (1.0, 0.7)}, (2, 2)),
+        ("online_dpo", {"temperatures": (1.0, 0.7), "across_temperatures": True}, (1, 2)),
+        ("raft", {}, (1, 1)),
+        ("grpo", {}, (1, 8)),
+    ],
+)
+def test_as_many_samples_are_planned_as_are_chosen(name, options, groups):
+    config = config_of(name, 8, **options)
+    config.generation.prompts_per_step = 5
+    rewards = np.random.default_rng(0).permutation(40).astype(float)
+    found, _ = algorithm_of(config).choose(batch_of(*rewards), config)
+    assert derived.chosen(config) == groups
+    assert derived.chosen_samples(config) == found.mask.any(axis=1).sum()
+    new = config.generation.max_new_tokens
+    assert derived.group_tokens(config) == config.data.max_prompt_tokens + groups[1] * new
+
+
 def test_random_pairs_prefer_the_better_and_follow_the_seed():
     batch = batch_of(*np.random.default_rng(0).permutation(64).astype(float))
     config = config_of("online_dpo", 8, pair="random")
@@ -94,6 +131,18 @@ def test_pairs_are_within_a_temperature_unless_asked_otherwise():
     assert (metrics["chosen/temperature"], metrics["rejected/temperature"]) == (0.7, 1.0)
 
 
+def test_gains_are_at_temperature_1_wherever_samples_were_drawn():
+    batch = batch_of(0, 1, 2, 3)
+    warm = np.repeat(np.array([1.5, 1.0, 1.25, 1.25], np.float32)[:, None], TOKENS, axis=1)
+    batch = batch.with_columns(temperatures=warm)
+    config = config_of("online_dpo", 2)
+    found, metrics = online_dpo.ranked_pairs(batch, config)
+    assert not {"temperatures", "sampled_logprobs"} & found.columns.keys()
+    assert (metrics["chosen/temperature"], metrics["rejected/temperature"]) == (1.125, 1.375)
+    scored = found.with_columns(logprobs=np.zeros(found.mask.shape, np.float32))
+    assert "reference_logprobs" in online_dpo.gains_from(scored, config)[0].columns
+
+
 def test_a_length_penalty_ranks_and_is_no_reward():
     batch = batch_of(1.0, 1.5)
     found, _ = online_dpo.ranked_pairs(batch, config_of("online_dpo", 2, length_penalty=1.0))
@@ -106,7 +155,8 @@ def test_pairs_of_earlier_steps_are_trained_on_and_saved(tmp_path, minibatches):
     config = config_of("online_dpo", 2, history="all")
     config.training.minibatches = minibatches
     memory = {}
-    for step, rewards in enumerate([(0.0, 1.0, 3.0, 2.0), (1.0, 1.0, 1.0, 1.0), (0.0, 1.0)]):
+    steps = [(1.0, 1.0), (0.0, 1.0, 3.0, 2.0), (1.0, 1.0, 1.0, 1.0), (0.0, 1.0)]
+    for step, rewards in enumerate(steps):
         batch = batch_of(*rewards)
         ids = batch.columns["sample_ids"] + np.uint32(10 * step)
         reference = np.where(batch.mask, -1.0 - step, 0.0).astype(np.float32)
@@ -120,7 +170,7 @@ def test_pairs_of_earlier_steps_are_trained_on_and_saved(tmp_path, minibatches):
     assert found.columns["preference"][kept].tolist() == [1.0, -1.0] * 3
     assert np.asarray(found.mask).sum(axis=1)[kept].tolist() == [2, 1, 3, 4, 2, 1]
     lowest = np.asarray(found.columns["reference_logprobs"]).min(axis=1)[kept]
-    assert lowest.tolist() == [-1.0] * 4 + [-3.0] * 2, "of the steps that the pairs are from"
+    assert lowest.tolist() == [-2.0] * 4 + [-4.0] * 2, "of the steps that the pairs are from"
     current = config_of("online_dpo", 2)
     assert online_dpo.with_earlier_pairs(paired, memory, current) == (paired, {})
 
@@ -144,6 +194,10 @@ def test_the_prompts_of_most_certainty_are_left_out():
     assert found.mask.any(axis=1).tolist() == [False, False, True, True, True, True, False, False]
     assert metrics["confidence/mean"] == pytest.approx(0.575)
     assert metrics["confidence/kept"] == pytest.approx(0.35)
+    fewer = dataclasses.replace(batch, mask=batch.mask & (np.arange(8) != 1)[:, None])
+    found, metrics = grpo.without_confident(fewer, config)
+    assert found.mask.any(axis=1).tolist() == [False, False, True, True, True, True, False, False]
+    assert metrics["confidence/mean"] == pytest.approx(0.575), "of the samples that there are"
 
 
 @pytest.mark.parametrize(
@@ -159,8 +213,6 @@ def test_the_prompts_of_most_certainty_are_left_out():
     ],
 )
 def test_what_cannot_learn_is_one_sentence(name, samples, options, words):
-    from rlhf_jax.config.algorithms import algorithm_of
-
     config = config_of(name, samples, **options)
     with pytest.raises(ValueError, match=words):
         algorithm_of(config).check_options(config)
@@ -203,6 +255,22 @@ def test_online_dpo_learns_from_what_it_writes(run, tmp_path):
         steps=2,
     )
     assert abs(previous[0]["preference/margin"]) < 1e-4  # policy and reference begin as one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("history", ["current", "all"])
+def test_without_a_usable_pair_nothing_is_learned_and_the_report_says_why(run, tmp_path, history):
+    (tmp_path / "reward.py").write_text("def vowels(prompt, response, row):\n    return 1.0\n")
+    steps = run("online_dpo", algorithm__history=history, steps=2)
+    assert [step["preference/pairs"] for step in steps] == [0.0, 0.0]
+    assert not any("loss/policy" in step or "chosen/tokens" in step for step in steps)
+    before, after = (
+        (tmp_path / name / "model.safetensors").read_bytes()
+        for name in ("tiny", "online_dpo/policy")
+    )
+    assert before == after
+    told = warnings(read_run(tmp_path / "online_dpo"))
+    assert any("100% of the steps had no two answers of different reward" in one for one in told)
 
 
 @pytest.mark.slow
@@ -261,7 +329,16 @@ def test_a_policy_moves_towards_its_teacher(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_gains_are_of_the_law_that_was_sampled_from(run):
-    """Of the likeliest tokens alone, where only these are drawn."""
+def test_gains_are_of_the_law_that_was_sampled_from(run, tmp_path):
+    """Of the likeliest tokens alone, where only these are drawn; but always at temperature 1."""
     step = run("online_dpo", algorithm__reference="previous", generation__top_k=5, steps=1)[0]
     assert abs(step["preference/margin"]) < 1e-4
+    steps = run(
+        "online_dpo",
+        algorithm__reference="previous",
+        generation__hottest=2.0,
+        steps=4,
+        workdir=tmp_path / "hotter",
+    )
+    assert steps[-1]["chosen/temperature"] > 1.0
+    assert all(abs(step["preference/margin"]) < 1e-4 for step in steps)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import call_programs
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from shipped_configs import (
@@ -35,11 +36,14 @@ from rlhf_jax.generation.speculative import tree
 from rlhf_jax.inference.scoring import score_packed
 from rlhf_jax.memory import estimate, host
 from rlhf_jax.memory import parts as memory_parts
+from rlhf_jax.memory.sizes import PlannedRun
 from rlhf_jax.mesh import Layout
 from rlhf_jax.models import transformer
 from rlhf_jax.models.shardings import model_shardings
 from rlhf_jax.planner.shapes import model_shapes
 from rlhf_jax.runtime.host_memory import host_memory
+from rlhf_jax.sequences.batch import Sequences
+from rlhf_jax.sequences.packing import pack
 from rlhf_jax.setup import sample_checks, validation
 from rlhf_jax.setup.models import critic_of
 from rlhf_jax.training.distill import DISTILLATION, student_config, student_of
@@ -106,6 +110,28 @@ def test_weights_optimizer_and_caches_are_exact(tiny, config, shape):
     assert found["policy, for generation"] == found["drafter"] == held(copy)
     assert found["key-value cache of the policy"] == held(dataclasses.replace(state, draft=None))
     assert found["key-value cache of the drafter"] == held(state.draft)
+
+
+def test_samples_that_are_not_chosen_are_not_scored_and_pairs_are_whole():
+    models = ModelConfigs(TWO_LAYERS)
+    work = []
+    for name in ("grpo", "online_dpo"):
+        config = default(name)
+        config.data.max_prompt_tokens = config.generation.max_new_tokens = 32
+        config.generation.update(prompts_per_step=2, samples_per_prompt=16)
+        parts = everywhere(config, models, planning())
+        work.append(by_name(parts)["one layer at work, or logits"])
+    assert 0.3 * work[0] < work[1] < 0.7 * work[0], "of four samples, not eight at a time"
+
+    run = PlannedRun(config, models, planning(), remat=True)
+    assert (run.line_tokens, run.micro_batches) == (8 * 64, 1)
+    config.training.microbatch_rows = 1
+    assert run.line_tokens == 32 + 2 * 32, "a prompt and both answers"
+    tokens = np.tile(np.arange(64, dtype=np.int32), (2, 1))
+    pair = Sequences(tokens, tokens > 31, np.zeros(2, np.int32))
+    settings = TrainingSettings.from_config(config, Layout(), remat=True)
+    (packed,) = pack(pair, settings.extent, 64, 1, whole_groups=True)
+    assert packed.batch.tokens.shape == (1, run.line_tokens)
 
 
 def test_parts_that_are_not_there_are_not_listed(tiny, config):

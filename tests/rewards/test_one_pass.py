@@ -72,6 +72,22 @@ def test_certainty_chooses():
     assert (best, other) == (0, 1)
 
 
+def test_a_rule_chooses_two_answers_of_a_prompt():
+    model = OnePassReward.begin(2, theta=np.array([1.0, 0.0]))
+    model.learn(np.tile([1.0, 0.0], (200, 1)), np.ones(200))
+    random = np.random.default_rng(0)
+    answers = np.array([[0.0, 0.0], [0.5, 2.0], [1.0, 0.0], [0.2, -2.0]])
+    assert model.choose_pair(answers, "active", random) == (1, 3)  # least is known of 1 less 3
+    assert model.choose_pair(answers, "deployment", random) == (2, 1)
+    certain = np.array([[1.0, 0.0], [-9.0, 0.0], [-9.0, 0.0]])  # where none may be better
+    shown = [model.choose_pair(certain, "deployment", random) for _ in range(50)]
+    assert set(shown) == {(0, 1), (0, 2)}
+    drawn = {model.choose_pair(answers, "random", random) for _ in range(400)}
+    assert drawn == {(first, second) for first in range(4) for second in range(4)} - {
+        (same, same) for same in range(4)
+    }
+
+
 def test_conjugate_gradients_solve_the_damped_equations():
     differences, labels, _ = labelled(64)
     theta = np.full(D, 0.1)

@@ -28,7 +28,7 @@ SECONDS_OF_CORE = 3600  # Likewise the whole fast core.
 
 TESTS: dict[str, str] = {
     "algorithms/grpo.py": "losses/test_losses.py losses/test_policy_losses.py"
-    " config/test_config.py",
+    " config/test_config.py algorithms/test_online.py",
     "losses/aggregate.py": "losses/test_losses.py losses/test_policy_losses.py",
     "losses/value.py": "losses/test_losses.py",
     "training/kinds.py": "losses/test_group_losses.py losses/test_losses.py"

@@ -118,12 +118,13 @@ class PlacedRun:
         block = packed_block(self.run.layout)
         return Work(gradient_flops(model, *passes[1:], remat=remat, block=block), traffic)
 
-    def passes(self, updates: int = 1) -> Passes:
-        """Count the micro-batches of all samples, split into updates.
+    def passes(self, updates: int = 1, *, chosen: bool = False) -> Passes:
+        """Count the micro-batches of all samples, split into updates, or of the chosen ones.
 
         Each has the same number of rows on every device, padded.
         """
-        samples = derived.samples(self.run.config)
+        config = self.run.config
+        samples = derived.chosen_samples(config) if chosen else derived.samples(config)
         shards = self.run.layout.row_shards
         filled = shards * min(self.run.batch_rows, math.ceil(samples / shards))
         count = updates * math.ceil(samples / updates / filled)
@@ -159,7 +160,8 @@ def predict_call(placed: PlacedRun, call: str) -> CallCost:
     trains = call.endswith("_training")
     config = placed.run.config
     training = config.training
-    passes = placed.passes(training.minibatches if trains else 1)
+    chosen = call != "reward_inference"
+    passes = placed.passes(training.minibatches if trains else 1, chosen=chosen)
     count = passes.count * (training.epochs if trains else 1)
     efficiency = placed.chip.efficiency
     share = efficiency.training if trains else efficiency.inference

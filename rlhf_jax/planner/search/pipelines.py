@@ -167,7 +167,7 @@ def stage_works(placed: PlacedRun, model: ModelConfig) -> StageWorks:
     recomputes its forward, whatever `training.remat` is. Copies share a micro-batch's rows.
     """
     layout = one_stage(placed).run.layout
-    passes = placed.passes()
+    passes = placed.passes(chosen=True)
     tokens = passes.on_device(placed.run.layout)
     samples = passes.samples // placed.run.layout.extent("data")
     part = dataclasses.replace(model, num_layers=model.num_layers // placed.run.layout.slices)
@@ -206,7 +206,7 @@ def pipeline_cost(placed: PlacedRun, model: ModelConfig) -> PipelineCost:
     alone = one_stage(placed)
     works = stage_works(placed, model)
     hidden = ShardedModel(model, alone.run.layout, placed.hardware.platform).hidden(
-        placed.passes().on_device(placed.run.layout).fed
+        placed.passes(chosen=True).on_device(placed.run.layout).fed
     )
     seconds = functools.partial(alone.seconds, share=alone.chip.efficiency.training)
     hop, gathering = travelling_seconds(placed, model, hidden)
