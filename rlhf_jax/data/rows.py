@@ -267,7 +267,11 @@ def with_prompt(row: dict[str, Any], prompt_key: str, where: str) -> dict[str, A
     """
     given = [row.get(name) for name in ("chosen", "rejected")]
     if prompt_key in row:
-        if isinstance(row[prompt_key], str) and all(map(_begins_with_prompt, given)):
+        first = [chat[0] if isinstance(chat, list) and chat else None for chat in given]
+        whole = all(
+            isinstance(one, dict) and one.get("role") in ("system", "user") for one in first
+        )
+        if isinstance(row[prompt_key], str) and whole:
             return _without_prompt(row, prompt_key, where)
         return row
     if isinstance(chat := row.get("messages"), list):
@@ -283,12 +287,6 @@ def with_prompt(row: dict[str, Any], prompt_key: str, where: str) -> dict[str, A
     if all(isinstance(chat, list) for chat in given):
         return _without_prompt(row, prompt_key, where)
     return row
-
-
-def _begins_with_prompt(chat: Any) -> bool:
-    """Return whether a value is a chat whose first message is not the assistant's."""
-    first = chat[0] if isinstance(chat, list) and chat else None
-    return isinstance(first, dict) and first.get("role") in ("system", "user")
 
 
 def _without_prompt(row: dict[str, Any], prompt_key: str, where: str) -> dict[str, Any]:
