@@ -9,7 +9,12 @@ import jax.numpy as jnp
 from rlhf_jax.config.algorithms import Algorithm, option
 from rlhf_jax.config.checks import require, require_not_negative, require_one_of, require_positive
 from rlhf_jax.config.schema import Config
-from rlhf_jax.losses.preference import PREFERENCE_LOSSES, WITHOUT_REFERENCE, Pairs
+from rlhf_jax.losses.preference import (
+    PREFERENCE_LOSSES,
+    WITHOUT_REFERENCE,
+    Pairs,
+    comparison_metrics,
+)
 from rlhf_jax.training.kinds import GroupLoss, GroupTerms, Share
 
 
@@ -64,8 +69,7 @@ def preferred(terms: GroupTerms) -> Share:
     margin = pairs.chosen - pairs.rejected if reference is None else pairs.margin
     means = {
         "loss/policy": losses,
-        "preference/accuracy": (margin > 0).astype(losses.dtype),
-        "preference/margin": margin,
+        **comparison_metrics(margin),
         "chosen/logprob": pairs.chosen,
         "rejected/logprob": pairs.rejected,
     }

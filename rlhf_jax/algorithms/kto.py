@@ -10,7 +10,7 @@ import numpy as np
 from rlhf_jax.config.algorithms import Algorithm, option
 from rlhf_jax.config.checks import require, require_positive
 from rlhf_jax.config.schema import Config
-from rlhf_jax.losses.preference import kto
+from rlhf_jax.losses.preference import comparison_metrics, kto
 from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.training.kinds import GroupLoss, GroupTerms, Share
 
@@ -35,11 +35,7 @@ def desirable(terms: GroupTerms) -> Share:
     sign = terms.per_group(signs)
     weight = jnp.where(sign > 0, options.desirable_weight, options.undesirable_weight)
     losses = weight * kto(gain, sign, jnp.asarray(baseline), options.beta)
-    means = {
-        "loss/policy": losses,
-        "preference/accuracy": (sign * (gain - baseline) > 0).astype(losses.dtype),
-        "preference/margin": sign * (gain - baseline),
-    }
+    means = {"loss/policy": losses, **comparison_metrics(sign * (gain - baseline))}
     return losses, {name: terms.mean(x) for name, x in means.items()}
 
 

@@ -15,6 +15,7 @@ from rlhf_jax.config.checks import require
 from rlhf_jax.config.schema import Config
 from rlhf_jax.data.comparisons import LETTERS, compare
 from rlhf_jax.data.given import contents
+from rlhf_jax.losses.preference import comparison_metrics
 from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.training.kinds import GroupLoss, GroupTerms, Share
 
@@ -51,11 +52,7 @@ def named_letter(terms: GroupTerms) -> Share:
         terms.per_group(jnp.where(side, letters, 0.0)) for side in (signs > 0, signs < 0)
     )
     losses = -right
-    means = {
-        "loss/policy": losses,
-        "preference/accuracy": (right > wrong).astype(losses.dtype),
-        "preference/margin": right - wrong,
-    }
+    means = {"loss/policy": losses, **comparison_metrics(right - wrong)}
     return losses, {name: terms.mean(x) for name, x in means.items()}
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from rlhf_jax.config.algorithms import Algorithm, option
 from rlhf_jax.config.checks import require, require_not_negative
 from rlhf_jax.config.schema import Config
-from rlhf_jax.losses.preference import bradley_terry
+from rlhf_jax.losses.preference import bradley_terry, comparison_metrics
 from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.training.kinds import GroupLoss, GroupTerms, Share
 
@@ -48,8 +48,7 @@ def preferred_reward(terms: GroupTerms) -> Share:
     losses += options.centering * (chosen + rejected) ** 2
     means = {
         "loss/reward": losses,
-        "preference/accuracy": (chosen > rejected).astype(losses.dtype),
-        "preference/margin": chosen - rejected,
+        **comparison_metrics(chosen - rejected),
         "reward/chosen": chosen,
         "reward/rejected": rejected,
     }

@@ -128,6 +128,11 @@ def kto(gain: jax.Array, sign: jax.Array, baseline: jax.Array, beta: float) -> j
     return 1 - jax.nn.sigmoid(beta * sign * (gain - baseline))
 
 
+def comparison_metrics(margin: jax.Array) -> dict[str, jax.Array]:
+    """Return the metrics of pairs, by how far the chosen side is ahead; of ties half are right."""
+    return {"preference/accuracy": jnp.heaviside(margin, 0.5), "preference/margin": margin}
+
+
 def bradley_terry(
     chosen: jax.Array, rejected: jax.Array, margin: jax.Array | float = 0.0
 ) -> jax.Array:

@@ -76,7 +76,9 @@ MEANINGS = (
     Meaning("loss/policy", "policy loss per token, without KL and entropy"),
     Meaning("loss/value", "value loss per token", "", "falls"),
     Meaning("loss/reward", "loss of a reward model, per pair", "", "falls below 0.69"),
-    Meaning("preference/accuracy", "share of pairs in which the chosen answer leads", "", "rises"),
+    Meaning(
+        "preference/accuracy", "share of pairs whose chosen answer leads; ties half", "", "rises"
+    ),
     Meaning("preference/margin", "its lead: nats of gain, or reward", "", "rises"),
     Meaning("preference/baseline", "mean gain of answers to other prompts, 0 at least", "nats"),
     Meaning("preference/pairs", "pairs of own answers that differ in reward", "", "above 0"),

@@ -11,7 +11,13 @@ import pytest
 from places import GOLDEN
 
 from rlhf_jax.algorithms.dpo import DPOOptions
-from rlhf_jax.losses.preference import PREFERENCE_LOSSES, Pairs, bradley_terry, kto
+from rlhf_jax.losses.preference import (
+    PREFERENCE_LOSSES,
+    Pairs,
+    bradley_terry,
+    comparison_metrics,
+    kto,
+)
 
 THEIRS = json.loads((GOLDEN / "preference.json").read_text())
 
@@ -45,3 +51,10 @@ def test_losses_and_gradients_are_trls(name):
 
 def test_every_loss_has_its_golden_numbers():
     assert {*PREFERENCE_LOSSES} < {*THEIRS["losses"]}
+
+
+def test_half_of_the_ties_are_right():
+    """So a reward model that has learned nothing is right as often as a coin."""
+    found = comparison_metrics(jnp.array([-1.0, 0.0, 2.0]))
+    np.testing.assert_array_equal(found["preference/accuracy"], [0.0, 0.5, 1.0])
+    np.testing.assert_array_equal(found["preference/margin"], [-1.0, 0.0, 2.0])
