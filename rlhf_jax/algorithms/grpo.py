@@ -175,14 +175,15 @@ def without_confident(batch: Sequences, config: Config) -> tuple[Sequences, dict
     drawn = np.asarray(batch.columns["sampled_logprobs"])
     mask = np.asarray(batch.mask)
     certainty = np.where(mask, np.exp(drawn), 0.0).sum(axis=1) / np.maximum(mask.sum(axis=1), 1)
+    count = config.generation.samples_per_prompt
+    shape = (len(mask) // count, count)
     # Dynamic sampling draws fewer samples of some prompts.
-    shape = (-1, config.generation.samples_per_prompt)
     drawn_of = np.maximum(mask.any(axis=1).reshape(shape).sum(axis=1), 1)
     by_prompt = certainty.reshape(shape).sum(axis=1) / drawn_of
     dropped = math.floor(config.algorithm.drop_ratio * len(by_prompt) + 1e-9)
     kept = np.ones(len(by_prompt), bool)
     kept[np.argsort(-by_prompt, kind="stable")[:dropped]] = False
-    mask = mask & np.repeat(kept, config.generation.samples_per_prompt)[:, None]
+    mask = mask & np.repeat(kept, count)[:, None]
     return dataclasses.replace(batch, mask=mask), {
         "confidence/mean": float(by_prompt.mean()),
         "confidence/kept": float(by_prompt[kept].mean()) if kept.any() else 0.0,

@@ -147,9 +147,9 @@ def test_a_run_leaves_the_reward_model_that_it_has_taught(tmp_path, one_device):
 
     left = open_source(workdir / "reward_model")
     found = left.load(jnp.float32)
-    assert found.head is not None
-    assert np.array_equal(np.asarray(found.head)[:, 0], memory["theta"].astype(np.float32))
     before = open_source(tmp_path / "judge").load(jnp.float32)
+    assert found.head is not None and before.head is not None
+    assert np.array_equal(np.asarray(found.head)[:, 0], memory["theta"].astype(np.float32))
     jax.tree.map(np.testing.assert_array_equal, found.layers, before.layers)
     assert not np.array_equal(found.head, before.head)
 
