@@ -91,7 +91,7 @@ def test_replayed_noise_is_drafted_well_after_a_real_step(model, monkeypatch):
     assert case["ceiling"] == {"all_right": 1.0, "as_accepted": 1.0}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_epochs_show_the_student_that_learns_beside_the_one_that_does_not(model):
     cases = measured(
         model,

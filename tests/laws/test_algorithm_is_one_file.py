@@ -55,7 +55,7 @@ WORKFLOWS = {
     ),
     "TWO_CRITICS": Workflow("PPO", "judge/loss", changes=GENERATES),
 }
-LIKE_OTHERS = ("ANCHORED", "TWO_CRITICS", "dpo", "kto", "preference_model")
+LIKE_OTHERS = ("ANCHORED", "TWO_CRITICS", "dpo", "kto", "preference_model", "reward_model")
 
 
 def named(algorithm: str) -> str:

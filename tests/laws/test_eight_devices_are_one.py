@@ -11,7 +11,10 @@ from rlhf_jax.command import train
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy, method", [("lookup-chain-2", PPO), ("model-tree-2x2", {})])
+@pytest.mark.parametrize(
+    "strategy, method",
+    [pytest.param("lookup-chain-2", PPO, marks=pytest.mark.long), ("model-tree-2x2", {})],
+)
 def test_eight_devices_give_the_text_and_losses_of_one(
     strategy, method, folder, tmp_path, monkeypatch
 ):

@@ -156,7 +156,7 @@ def test_all_come_from_one_short_file(tmp_path):
     assert texts[0] == texts[1], "drafts change no text"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_run_goes_on_with_the_same_file_or_is_allowed_another(tmp_path):
     words = command(tmp_path, steps=40, checkpoint__every=1)
     environment = tiny_run.environment()

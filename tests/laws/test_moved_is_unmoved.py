@@ -55,7 +55,7 @@ def test_two_slices_write_what_one_writes(target, drafter, alone, strategy):
     [
         pytest.param(2, 1, ("model-tree-2x2",), False, marks=pytest.mark.slow),
         pytest.param(2, 2, ("lookup-chain-4",), True, marks=pytest.mark.long),
-        pytest.param(4, 2, ("model-chain-3",), True, marks=pytest.mark.slow),
+        pytest.param(4, 2, ("model-chain-3",), True, marks=pytest.mark.long),
     ],
 )
 def test_samples_that_move_at_random_are_those_that_stayed(

@@ -94,10 +94,8 @@ def test_a_run_that_repeats_itself_keeps_its_plan(run, capsys):
     assert "restore it, or name another workdir" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("event", "number"), [("unfinished", 1), pytest.param("training", 12, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("event", "number"), [("unfinished", 1), ("training", 12)])
 def test_killed_under_a_plan_and_resumed_is_uninterrupted(event, number, tmp_path, monkeypatch):
     """Bit for bit, with generation on two devices and all else on two others."""
     resuming.check_killed_and_resumed(tmp_path, monkeypatch, RESUMED, (event, number))

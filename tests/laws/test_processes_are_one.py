@@ -107,12 +107,12 @@ def check_alike(one: Path, other: Path) -> None:
         np.testing.assert_allclose(weights[1][name], weight, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({}, marks=pytest.mark.long, id="a slice each"),
-        pytest.param(FOUR, marks=pytest.mark.long, id="two slices each"),
+        pytest.param({}, id="a slice each"),
+        pytest.param(FOUR, id="two slices each"),
         pytest.param(SHARED, id="one slice of both"),
     ],
 )
@@ -184,7 +184,7 @@ def test_samples_that_move_between_processes_are_those_that_stayed(
     assert codes == [0] * ranks, errors
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_compile_nothing_after_their_second_step(place):
     """Of six, whatever the lengths of samples, but jax's own copy of results in a further shape.
 

@@ -173,7 +173,7 @@ def test_a_run_leaves_the_reward_model_that_it_has_taught(tmp_path, one_device):
         np.testing.assert_array_equal(theirs.score.weight.detach().numpy()[0], found.head[:, 0])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_while_it_learns_the_reward_ends_as_if_nothing_had_happened(place, monkeypatch):
     """Bit for bit: the head, its certainty, and what is known of each prompt's capability."""
     changes = resuming.CHANGES | give_files(place)

@@ -349,10 +349,8 @@ def moments(count: int) -> list[tuple[str, int, float]]:
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "index", [pytest.param(i, marks=[pytest.mark.long] * (i > 0)) for i in range(10)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("index", range(10))
 def test_killed_with_samples_ahead_and_resumed_is_uninterrupted(index, place, whole):
     """Bit for bit."""
     assert [row["lag/updates"] for row in whole["metrics"]] == [0.0, 1.0, 1.0, 1.0, 1.0]

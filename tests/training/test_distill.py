@@ -241,7 +241,7 @@ def test_its_report_names_the_curves_for_what_they_are(place, distilled):
     assert ">Reward<" not in report and "KL to the reference" not in report
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_is_a_model_that_drafts(place, distilled):
     """Frozen, in a run with the same noise as plain decoding: the text stays, and drafts are
     accepted.
