@@ -8,9 +8,16 @@ of `reward_model` and by one for the opening that a prompt asks for. Two judges 
 from measure all of them.
 """
 
+import importlib.util
 import os
 
 from rlhf_jax.config import default
+
+for package in ("sklearn", "vaderSentiment"):  # else the judges' stage, the third, would miss them
+    if importlib.util.find_spec(package) is None:
+        raise ModuleNotFoundError(
+            f"{package} is missing; to have it: pip install 'rlhf_jax[workflow]'"
+        )
 
 STAGES = ("sft", "reward_model", "base", "grpo")
 ROWS = "configs/data/film_reviews.py"
