@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from rlhf_jax.config.algorithms import Algorithm, option
-from rlhf_jax.config.checks import require, require_not_negative
+from rlhf_jax.config.checks import require_not_negative
 from rlhf_jax.config.schema import Config
 from rlhf_jax.losses.preference import bradley_terry, comparison_metrics
 from rlhf_jax.sequences.batch import Sequences
@@ -69,20 +69,11 @@ def rate_by_pairs(weights: int) -> float:
     return float(f"{min(1e-4, 2e-6 * (8e9 / weights) ** 0.75):.1e}")
 
 
-def check(config: Config) -> None:
-    """Raise ValueError where chats would be rendered otherwise than rewards render them."""
-    require(
-        not config.data.raw,
-        "data.raw is set, but a reward model reads chats by their template; clear it.",
-    )
-
-
 REWARD_MODEL = Algorithm(
     title="a reward model",
     losses={"reward_model": GroupLoss(preferred_reward, reads=("preference", "margin"))},
     prepare=whole_texts,
     options=RewardModelOptions,
-    check=check,
     given=("chosen", "rejected"),
     learning_rate=rate_by_pairs,
 )

@@ -259,7 +259,7 @@ def _read_samples(
         config.data.template_arguments.to_dict(),
         name=name,
         label=algorithm.label,
-        whole=algorithm.rates_chats and not config.data.raw,
+        whole=algorithm.rates_chats,
         padding=critic.repeated.get("config.json", {}).get("pad_token_id"),
         margins=any("margin" in loss.reads for loss in algorithm.losses.values()),
     )

@@ -40,6 +40,10 @@ def check_data(config: Config) -> None:
         " for; give one or the other.",
     )
     require(
+        not (config.data.raw and algorithm_of(config).rates_chats),
+        "data.raw is set, but a reward model reads chats by their template; clear it.",
+    )
+    require(
         bool(config.data.train),
         "data.train is empty; give a .jsonl or .parquet file of prompts, a data set, or a function"
         " that returns rows, FILE.py:NAME.",
