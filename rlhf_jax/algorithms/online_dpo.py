@@ -10,17 +10,19 @@ import itertools
 import math
 from collections.abc import Iterator
 
+import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.algorithms import dpo
 from rlhf_jax.config.algorithms import Algorithm, option
 from rlhf_jax.config.checks import require, require_not_negative, require_one_of
 from rlhf_jax.config.schema import Config
+from rlhf_jax.losses.kl import kl_k3
 from rlhf_jax.losses.preference import WITHOUT_REFERENCE
 from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.sequences.columns import declaration
 from rlhf_jax.sequences.ragged import joined, padded, ragged
-from rlhf_jax.training.kinds import GroupLoss
+from rlhf_jax.training.kinds import GroupLoss, GroupTerms, Share
 from rlhf_jax.types import Memory
 
 CHOICES = ("best_and_worst", "best_and_second", "random")
@@ -60,6 +62,23 @@ class OnlineDPOOptions(dpo.DPOOptions):
         " step",
         lambda config, key: require_one_of(config, key, REFERENCES),
     )
+
+
+def preferred(terms: GroupTerms) -> Share:
+    """Compute DPO's loss of each pair [S, R], and metrics.
+
+    `kl/mean` is the KL to the reference over the tokens of the pairs, in nats a token by k3. These
+    are the policy's own, but chosen by rank and drawn at their own temperatures: an estimate.
+    """
+    losses, metrics = dpo.preferred(terms)
+    reference = terms.column("reference_logprobs")
+    if reference is not None:
+        kl, tokens = (
+            terms.per_group(terms.per_sequence(x))
+            for x in (kl_k3(terms.scores, reference), jnp.ones_like(reference))
+        )
+        metrics["kl/mean"] = terms.mean(kl / jnp.maximum(tokens, 1.0))
+    return losses, metrics
 
 
 def ranked_pairs(batch: Sequences, config: Config) -> tuple[Sequences, dict[str, float]]:
@@ -207,7 +226,7 @@ def check(config: Config) -> None:
 
 ONLINE_DPO = Algorithm(
     title=lambda config: f"online {dpo.title(config)}",
-    losses={"policy": GroupLoss(dpo.preferred, reads=READS)},
+    losses={"policy": GroupLoss(preferred, reads=READS)},
     scores=scores,
     choose=ranked_pairs,
     chosen=chosen,

@@ -247,6 +247,7 @@ def test_online_dpo_learns_from_what_it_writes(run, tmp_path):
     assert all(np.isfinite(step["loss/policy"]) for step in steps)
     assert all(step["preference/pairs"] <= 8 for step in steps)
     assert steps[-1]["preference/margin"] > 0
+    assert 0 < steps[0]["kl/mean"] < steps[-1]["kl/mean"]
     previous = run(
         "online_dpo",
         algorithm__reference="previous",
@@ -255,6 +256,7 @@ def test_online_dpo_learns_from_what_it_writes(run, tmp_path):
         steps=2,
     )
     assert abs(previous[0]["preference/margin"]) < 1e-4  # policy and reference begin as one
+    assert previous[0]["kl/mean"] < 1e-6
 
 
 @pytest.mark.slow
