@@ -2,7 +2,8 @@ r"""A workflow of some seeds: seconds, measures and win rates of each stage; JSO
 
     python benchmarks/workflow.py --seeds 0,1,2 >> benchmarks/results/workflow.jsonl
     python benchmarks/workflow.py --config configs/online.py --workdir runs/online \
-        --from runs/seeds --keep sft,reward_model,grpo >> benchmarks/results/online.jsonl
+        --from runs/seeds --keep sft,reward_model,grpo \
+        --stages sft,reward_model,grpo,online_dpo >> benchmarks/results/online.jsonl
 
 Each seed is a run of `rlhf-jax workflow` in WORKDIR/SEED, as a stranger starts it; a seed that is
 done is read again. With `--from` its first stages are copied from FROM/SEED. Of each model that was
@@ -46,6 +47,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0", help="with commas")
     parser.add_argument("--workdir", type=pathlib.Path, default=pathlib.Path("runs/seeds"))
     parser.add_argument("--from", dest="begun", type=pathlib.Path, help="of stages that are done")
+    parser.add_argument("--stages", help="those to do, with commas; all without it")
     parser.add_argument("--keep", default="", help="the stages that are copied from there")
     asked, changes = parser.parse_known_args()
     for seed in map(int, asked.seeds.split(",")):
@@ -55,14 +57,16 @@ def main() -> None:
                 shutil.copytree(asked.begun / str(seed) / stage, workdir / stage)
         command = [sys.executable, "-m", "rlhf_jax.command", "workflow", asked.config]
         words = [f"--workdir={workdir}", f"--config.seed={seed}", *changes]
+        words += [f"--stages={asked.stages}"] if asked.stages else []
         subprocess.run(command + words, check=True, stdout=sys.stderr)
-        document = {"seed": seed, "changes": changes} | describe(asked.config, workdir)
+        done = asked.stages and asked.stages.split(",")
+        document = {"seed": seed, "changes": changes} | describe(asked.config, workdir, done)
         print(json.dumps(document), flush=True)
 
 
-def describe(config: str, workdir: pathlib.Path) -> dict:
-    """The document of a finished workflow."""
-    stages = runpy.run_path(str(find(config)))["STAGES"]
+def describe(config: str, workdir: pathlib.Path, done: list[str] | None = None) -> dict:
+    """The document of a finished workflow, or of those of its stages that were done."""
+    stages = done or runpy.run_path(str(find(config)))["STAGES"]
     runs = {name: read_run(workdir / name) for name in stages}
     models = comparable(written(workdir, runs), list(runs.values()))
     return {

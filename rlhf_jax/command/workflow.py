@@ -1,12 +1,13 @@
 """Do the runs of a workflow one after the other, each on what those before it left.
 
-    rlhf-jax workflow [CONFIG] [--workdir DIR] [--config.any.key=value] [--STAGE.any.key=value]
+    rlhf-jax workflow [CONFIG] [--workdir DIR] [--stages A,B] [--config.any.key=value]
+        [--STAGE.any.key=value]
 
 CONFIG is a Python file, or the name of one that comes with the package, with `STAGES`, names in
 order, and `get_config(WORKDIR)`, the config of the stage that lives in WORKDIR, which is DIR/STAGE.
 A stage is an ordinary run: `rlhf-jax train CONFIG:DIR/STAGE`. What is done is skipped, and what was
-stopped goes on. --config.... is for all stages, --STAGE.... for one. DIR/report.html shows the
-samples and measures of all models beside each other.
+stopped goes on. --stages names those to do, if not all. --config.... is for all stages, --STAGE....
+for one. DIR/report.html shows the samples and measures of all models beside each other.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def _main(argv: list[str]) -> int:
     """Read the command line, and run the stages in order."""
     parser = argparse.ArgumentParser(
         prog=argv[0],
-        usage=f"{argv[0]} [CONFIG] [--workdir DIR] [--config.KEY=VALUE] [--STAGE.KEY=VALUE]",
+        usage=f"{argv[0]} [CONFIG] [--workdir DIR] [--stages A,B] [--config.KEY=VALUE]"
+        " [--STAGE.KEY=VALUE]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -80,6 +82,7 @@ def _main(argv: list[str]) -> int:
         "config", nargs="?", default="workflow", metavar="CONFIG", help="a file with STAGES"
     )
     parser.add_argument("--workdir", help="of the workflow; runs/CONFIG without it", metavar="DIR")
+    parser.add_argument("--stages", help="those to do; all without it", metavar="A,B")
     options, changes = parser.parse_known_args(argv[1:])
     folder = options.workdir or f"runs/{pathlib.PurePath(options.config).stem}"
     if ":" in folder:  # `train CONFIG:DIR/STAGE` is split at its last colon
@@ -87,7 +90,7 @@ def _main(argv: list[str]) -> int:
             f"--workdir is {folder}; a workflow lives in a folder of this machine, without a colon."
         )
     workdir = pathlib.Path(folder).expanduser()
-    stages = read_stages(options.config, workdir, changes)
+    stages = chosen_stages(read_stages(options.config, workdir, changes), options.stages)
     for number, stage in enumerate(stages, start=1):
         if code := run_stage(stage, f"{number} of {len(stages)}"):
             return code
@@ -139,6 +142,16 @@ def read_stages(spec: str, workdir: pathlib.Path, changes: Sequence[str]) -> lis
         stages.append(StageRun(name, stage_dir, config, arguments))
     _check_order(stages, workdir)
     return stages
+
+
+def chosen_stages(stages: list[StageRun], wanted: str | None) -> list[StageRun]:
+    """Return the stages of some names, with commas, in their own order; ValueError for others."""
+    names = [stage.name for stage in stages]
+    chosen = names if wanted is None else wanted.split(",")
+    for name in chosen:
+        if name not in names:
+            raise ValueError(f"--stages: {name!r} is none of {', '.join(names)}.")
+    return [stage for stage in stages if stage.name in chosen]
 
 
 def _names(path: pathlib.Path) -> tuple[str, ...]:

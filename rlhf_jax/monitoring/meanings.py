@@ -133,6 +133,7 @@ MEANINGS = (
         "0",
     ),
     Meaning("training/skipped_in_row", "consecutive skipped minibatches up to now", "", "0"),
+    Meaning("training/tokens", "tokens learned from, counted in each epoch", "tokens"),
     Meaning("training/padding", "share of its tokens that pad, or repeat a prompt", "", "< 0.2"),
     Meaning("training/padding_flops", "share of its products that these take", "", "< 0.2"),
     Meaning("inference/seconds", "rewards, log-probs and values", "s"),

@@ -131,7 +131,9 @@ def _columns(
     scorers = derived.scorers(config)
     made = {
         "logprobs": "policy" in scorers,
-        "reference_logprobs": "reference" in scorers,
+        # A loss that does not read the policy's scores as such has them as its reference.
+        "reference_logprobs": "reference" in scorers
+        or ("policy" in scorers and "logprobs" not in reads),
         "values": "critic" in scorers,
         "top_k_ids": bool(config.generation.top_k),
         "temperatures": derived.samples_dynamically(config),

@@ -317,12 +317,12 @@ def check_models(config: Config, models: ModelConfigs) -> None:
         f" {drafter and drafter.vocab_size} tokens, the model's {policy.vocab_size}; use"
         " acceptance 'replayable' or another drafter.",
     )
-    require(
-        critic is None or critic.vocab_size == policy.vocab_size,
-        "The critic reads the policy's tokens: its vocabulary has"
-        f" {critic and critic.vocab_size}, the model's {policy.vocab_size}; give a critic.path of"
-        " the same vocabulary, or '' for the policy's own trunk.",
-    )
+    for name, model in (("critic.path", critic), ("kl.reference", reference)):
+        require(
+            model is None or model.vocab_size >= policy.vocab_size,
+            f"{name} has a vocabulary of {model and model.vocab_size}, and the model may write"
+            f" {policy.vocab_size} tokens; give a model that can read all of them.",
+        )
     for role, model in critics.items():
         require(
             model.scalar_head or derived.trains(config, role),

@@ -151,10 +151,12 @@ def learn(
     history: list[dict[str, Any]] = []
     planned = []
     padding = []
+    tokens = 0
     done = 0
     for rows in _rows_of_minibatches(batch, learners, step, settings.epochs):
         minibatch = _minibatch(models, batch.take(rows), present)
         padding.append(minibatch.padding)
+        tokens += int(batch.mask[rows].sum())
         observe(progress := PhaseParts(sum(map(len, minibatch.batches))))
         fused = minibatch.schedule(stage_times or {})
         planned += [fused.metrics()] if fused else []
@@ -172,6 +174,7 @@ def learn(
     metrics["training/minibatches_done"] = done - metrics["training/skipped"]
     in_tokens, in_flops = np.mean(padding or [(0.0, 0.0)], axis=0).tolist()
     metrics |= {"training/padding": in_tokens, "training/padding_flops": in_flops}
+    metrics["training/tokens"] = float(tokens)
     metrics |= _learning_rates(models, learners)
     return models | {role: models[role].counted() for role in learners}, metrics
 

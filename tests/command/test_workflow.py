@@ -80,6 +80,10 @@ def test_changes_are_for_all_stages_or_for_one(folder):
     assert [stage.config.seed for stage in found] == [3, 3, 3]
     assert [stage.config.steps for stage in found] == [4, 9, 4]
     assert found[2].paths["reward.models"] == "runs/chain/judge/reward_model"
+    some = workflow.chosen_stages(found, "grpo,sft")
+    assert [stage.name for stage in some] == ["sft", "grpo"]
+    with pytest.raises(ValueError, match=r"--stages: 'ppo' is none of sft, judge, grpo\."):
+        workflow.chosen_stages(found, "sft,ppo")
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,25 @@ def test_a_critic_of_another_tokenizer_is_refused(folders, one_device):
         prepare(read(folders, critic__path=folders / "other", **tiny_run.PPO))
 
 
+@pytest.mark.parametrize("key", ["kl.reference", "critic.path"])
+def test_a_model_that_cannot_read_every_token_is_refused(folders, one_device, key):
+    """As a policy may write the tokens that pad its vocabulary."""
+    kind = {"scalar_head": key == "critic.path", "tied": False}
+    small, large = (
+        tiny_run.make_model(folders / f"{key}-{size}", vocab_size=size, **kind)
+        for size in (320, 384)
+    )
+    policy = tiny_run.make_model(folders / "padded", vocab_size=384)
+
+    def prepared(model, other):
+        changes = tiny_run.PPO | {key.replace(".", "__"): other}
+        prepare(command_line.read(tiny_run.arguments(folders, model, **changes)))
+
+    with pytest.raises(ValueError, match=rf"{key} has a vocabulary of 320, .* write 384 tokens;"):
+        prepared(policy, small)
+    prepared(folders / "tiny", large)
+
+
 def test_only_a_critic_may_lack_an_added_token(folders):
     plain = open_source(folders / "tiny").tokenizer
     backend = copy.deepcopy(plain.backend)
