@@ -9,7 +9,8 @@ import jax
 
 from rlhf_jax.config import derived
 from rlhf_jax.config.algorithms import algorithm_of
-from rlhf_jax.config.schema import Config
+from rlhf_jax.config.earlier import defaults_of
+from rlhf_jax.config.schema import Config, flat
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.memory import estimate, host
 from rlhf_jax.memory import parts as memory_parts
@@ -25,6 +26,15 @@ from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.files import is_remote
 from rlhf_jax.setup.run_spec import RunSpec
 
+# What only advantages read, or a loss with a penalty for KL.
+OF_ADVANTAGES = (
+    "kl.coefficient",
+    "kl.place",
+    "kl.estimator",
+    "kl.target",
+    "reward.whiten",
+    "training.drop_overlong",
+)
 LINES_REASON = {
     "attention of training and inference": "plain JAX: no kernel lets samples share a prompt, so it"
     " is a loop over pairs of blocks"
@@ -97,7 +107,7 @@ def placement_rows(devices: str, plan: Plan) -> list[tuple[str, str]]:
 
 
 def learning_rows(spec: RunSpec) -> list[tuple[str, str]]:
-    """Describe the policy's learning rate, and whether it is the default for its size."""
+    """Describe the policy's learning rate, and name options that do not change what it learns."""
     config = spec.config
     if not derived.trains(config, "policy"):
         return []
@@ -106,7 +116,21 @@ def learning_rows(spec: RunSpec) -> list[tuple[str, str]]:
     usual = algorithm_of(config).learning_rate(weights)
     why = f"as usual for {weights / 1e6:,.0f} million weights" if rate == usual else "as configured"
     falls = {"constant": "", "linear": ", falling linearly", "cosine": ", falling as a cosine"}
-    return [("learns at", f"{rate:.2g}{falls[config.training.schedule]}, {why}")]
+    learns_at = f"{rate:.2g}{falls[config.training.schedule]}, {why}"
+    return [("learns at", learns_at), *unread_rows(config)]
+
+
+def unread_rows(config: Config) -> list[tuple[str, str]]:
+    """Name the options that were set for advantages, if the algorithm has none."""
+    algorithm = algorithm_of(config)
+    reads = {name for loss in algorithm.losses.values() for name in loss.reads}
+    if reads & {"advantages", "kl_weight"}:
+        return []
+    values = flat(config)
+    usual = defaults_of(config.algorithm.name)
+    changed = [f"{key}={values[key]}" for key in OF_ADVANTAGES if values[key] != usual[key]]
+    why = f"{', '.join(changed)}: {algorithm.title_of(config)} has no advantages and no KL penalty"
+    return [("no effect", why)] if changed else []
 
 
 def disk_line(spec: RunSpec) -> str:

@@ -22,6 +22,7 @@ from rlhf_jax.report.run import read_run
 from rlhf_jax.report.warnings import warnings
 from rlhf_jax.runtime.checkpoint import document
 from rlhf_jax.sequences.batch import Sequences
+from rlhf_jax.setup.describe import unread_rows
 
 TOKENS = 6
 
@@ -173,6 +174,18 @@ def test_pairs_of_earlier_steps_are_trained_on_and_saved(tmp_path, minibatches):
     assert lowest.tolist() == [-2.0] * 4 + [-4.0] * 2, "of the steps that the pairs are from"
     current = config_of("online_dpo", 2)
     assert online_dpo.with_earlier_pairs(paired, memory, current) == (paired, {})
+
+
+def test_options_of_advantages_are_named_where_there_are_none():
+    for name, expected in (
+        ("grpo", []),
+        ("raft", ["kl.coefficient=0.5, reward.whiten=True: RAFT"]),
+    ):
+        config = config_of(name, 4)
+        assert unread_rows(config) == []
+        config.kl.coefficient = 0.5
+        config.reward.whiten = True
+        assert [row[1].partition(" has no")[0] for row in unread_rows(config)] == expected
 
 
 def test_raft_keeps_the_best_of_each_prompt():
