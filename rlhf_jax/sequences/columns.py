@@ -41,7 +41,7 @@ COLUMNS = {
     "margin": Column(
         "sequence", "float32", "by which a chosen sequence's reward is to be higher; 0 of others"
     ),
-    "kl_baseline": Column("batch", "float32", f"the baseline of gains, {_NATS}"),
+    "kl_baseline": Column("batch", "float32", f"the baseline of gains or prices, {_NATS}"),
     "advantages": Column("token", "float32", "the advantage of the token"),
     "returns": Column("token", "float32", "the critic's target before the token"),
     # of a minibatch, for its micro-batches
