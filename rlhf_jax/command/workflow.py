@@ -90,7 +90,13 @@ def _main(argv: list[str]) -> int:
             f"--workdir is {folder}; a workflow lives in a folder of this machine, without a colon."
         )
     workdir = pathlib.Path(folder).expanduser()
-    stages = chosen_stages(read_stages(options.config, workdir, changes), options.stages)
+    stages = read_stages(options.config, workdir, changes)
+    if options.stages is not None:
+        names = [stage.name for stage in stages]
+        wanted = options.stages.split(",")
+        if unknown := [name for name in wanted if name not in names]:
+            raise ValueError(f"--stages: {unknown[0]!r} is none of {', '.join(names)}.")
+        stages = [stage for stage in stages if stage.name in wanted]
     for number, stage in enumerate(stages, start=1):
         if code := run_stage(stage, f"{number} of {len(stages)}"):
             return code
@@ -142,16 +148,6 @@ def read_stages(spec: str, workdir: pathlib.Path, changes: Sequence[str]) -> lis
         stages.append(StageRun(name, stage_dir, config, arguments))
     _check_order(stages, workdir)
     return stages
-
-
-def chosen_stages(stages: list[StageRun], wanted: str | None) -> list[StageRun]:
-    """Return the stages of some names, with commas, in their own order; ValueError for others."""
-    names = [stage.name for stage in stages]
-    chosen = names if wanted is None else wanted.split(",")
-    for name in chosen:
-        if name not in names:
-            raise ValueError(f"--stages: {name!r} is none of {', '.join(names)}.")
-    return [stage for stage in stages if stage.name in chosen]
 
 
 def _names(path: pathlib.Path) -> tuple[str, ...]:

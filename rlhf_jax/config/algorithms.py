@@ -13,6 +13,16 @@ from rlhf_jax.runtime.extensions import Registry, load_named
 from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.types import Memory
 
+# Keys of a config that only advantages read, or a loss with a penalty for KL.
+OF_ADVANTAGES = (
+    "kl.coefficient",
+    "kl.place",
+    "kl.estimator",
+    "kl.target",
+    "reward.whiten",
+    "training.drop_overlong",
+)
+
 
 def accept(*_: Any) -> None:
     """Check nothing."""
@@ -102,6 +112,12 @@ class Algorithm:
     def rates_chats(self) -> bool:
         """Return whether it makes classifiers alone, which are read at the end of a given chat."""
         return bool(self.given) and "policy" not in self.losses
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Return the keys of `OF_ADVANTAGES` if no loss has advantages or a penalty for KL."""
+        reads = {name for loss in self.losses.values() for name in loss.reads}
+        return () if reads & {"advantages", "kl_weight"} else OF_ADVANTAGES
 
     def fields(self) -> tuple[dataclasses.Field, ...]:
         """Return the fields of the options."""

@@ -26,15 +26,6 @@ from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.files import is_remote
 from rlhf_jax.setup.run_spec import RunSpec
 
-# What only advantages read, or a loss with a penalty for KL.
-OF_ADVANTAGES = (
-    "kl.coefficient",
-    "kl.place",
-    "kl.estimator",
-    "kl.target",
-    "reward.whiten",
-    "training.drop_overlong",
-)
 LINES_REASON = {
     "attention of training and inference": "plain JAX: no kernel lets samples share a prompt, so it"
     " is a loop over pairs of blocks"
@@ -113,24 +104,19 @@ def learning_rows(spec: RunSpec) -> list[tuple[str, str]]:
         return []
     rate = config.training.learning_rate
     weights = count_weights(spec.policy.config)
-    usual = algorithm_of(config).learning_rate(weights)
+    algorithm = algorithm_of(config)
+    usual = algorithm.learning_rate(weights)
     why = f"as usual for {weights / 1e6:,.0f} million weights" if rate == usual else "as configured"
     falls = {"constant": "", "linear": ", falling linearly", "cosine": ", falling as a cosine"}
-    learns_at = f"{rate:.2g}{falls[config.training.schedule]}, {why}"
-    return [("learns at", learns_at), *unread_rows(config)]
-
-
-def unread_rows(config: Config) -> list[tuple[str, str]]:
-    """Name the options that were set for advantages, if the algorithm has none."""
-    algorithm = algorithm_of(config)
-    reads = {name for loss in algorithm.losses.values() for name in loss.reads}
-    if reads & {"advantages", "kl_weight"}:
-        return []
+    rows = [("learns at", f"{rate:.2g}{falls[config.training.schedule]}, {why}")]
     values = flat(config)
-    usual = defaults_of(config.algorithm.name)
-    changed = [f"{key}={values[key]}" for key in OF_ADVANTAGES if values[key] != usual[key]]
-    why = f"{', '.join(changed)}: {algorithm.title_of(config)} has no advantages and no KL penalty"
-    return [("no effect", why)] if changed else []
+    usual_values = defaults_of(config.algorithm.name)
+    unread = [key for key in algorithm.unread if values[key] != usual_values[key]]
+    if unread:
+        named = ", ".join(f"{key}={values[key]}" for key in unread)
+        title = algorithm.title_of(config)
+        rows.append(("no effect", f"{named}: {title} has no advantages and no KL penalty"))
+    return rows
 
 
 def disk_line(spec: RunSpec) -> str:

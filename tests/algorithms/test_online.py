@@ -7,6 +7,8 @@ import json
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from rlhf_jax.report.run import read_run
 from rlhf_jax.report.warnings import warnings
 from rlhf_jax.runtime.checkpoint import document
 from rlhf_jax.sequences.batch import Sequences
-from rlhf_jax.setup.describe import unread_rows
+from rlhf_jax.setup.describe import learning_rows
 
 TOKENS = 6
 
@@ -177,15 +179,15 @@ def test_pairs_of_earlier_steps_are_trained_on_and_saved(tmp_path, minibatches):
 
 
 def test_options_of_advantages_are_named_where_there_are_none():
-    for name, expected in (
-        ("grpo", []),
-        ("raft", ["kl.coefficient=0.5, reward.whiten=True: RAFT"]),
-    ):
-        config = config_of(name, 4)
-        assert unread_rows(config) == []
-        config.kl.coefficient = 0.5
-        config.reward.whiten = True
-        assert [row[1].partition(" has no")[0] for row in unread_rows(config)] == expected
+    policy = SimpleNamespace(config=tiny_run.CONFIG)
+    named = "kl.coefficient=0.5, reward.whiten=True: RAFT"
+    for name, expected in (("grpo", []), ("raft", [named])):
+        spec: Any = SimpleNamespace(config=config_of(name, 4), policy=policy)
+        assert not learning_rows(spec)[1:]
+        spec.config.kl.coefficient = 0.5
+        spec.config.reward.whiten = True
+        found = [line.partition(" has no")[0] for _, line in learning_rows(spec)[1:]]
+        assert found == expected
 
 
 def test_raft_keeps_the_best_of_each_prompt():

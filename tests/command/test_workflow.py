@@ -80,10 +80,18 @@ def test_changes_are_for_all_stages_or_for_one(folder):
     assert [stage.config.seed for stage in found] == [3, 3, 3]
     assert [stage.config.steps for stage in found] == [4, 9, 4]
     assert found[2].paths["reward.models"] == "runs/chain/judge/reward_model"
-    some = workflow.chosen_stages(found, "grpo,sft")
-    assert [stage.name for stage in some] == ["sft", "grpo"]
+
+
+def test_some_stages_are_done_in_their_order(folder, monkeypatch):
+    done = []
+    monkeypatch.setattr(workflow, "run_stage", lambda stage, position: done.append(stage.name))
+    monkeypatch.setattr(workflow, "write_workflow", lambda workdir, names: workdir / "report")
+    command = ["rlhf-jax workflow", "chain.py", "--workdir", "runs/chain", "--stages"]
+    workflow.main([*command, "grpo,sft"])
+    assert done == ["sft", "grpo"]
     with pytest.raises(ValueError, match=r"--stages: 'ppo' is none of sft, judge, grpo\."):
-        workflow.chosen_stages(found, "sft,ppo")
+        workflow.main([*command, "sft,ppo"])
+    assert len(done) == 2
 
 
 @pytest.mark.parametrize(
