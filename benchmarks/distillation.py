@@ -168,6 +168,7 @@ def write_rows(asked: argparse.Namespace) -> list[pathlib.Path]:
         "data.train": OPENINGS,
         "data.eval": OPENINGS,
         "reward.functions": f"('{REWARD}',)",  # which an evaluation needs
+        "evaluation.every": 1,
         "evaluation.samples_per_prompt": drawn,
         "evaluation.temperature": 1.0,
         "generation.max_new_tokens": TOKENS,
