@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import placed_runs
+import processes
 import pytest
 import resuming
 import tiny_run
@@ -191,6 +192,24 @@ def test_killed_while_it_learns_the_reward_ends_as_if_nothing_had_happened(place
     files = [place / name / "reward_model" / "model.safetensors" for name in ("taught", "killed")]
     assert files[0].read_bytes() == files[1].read_bytes()
     assert memory_of(place / "killed")["labels"] > 0
+
+
+@pytest.mark.long
+def test_two_processes_learn_the_reward_and_the_prompts_of_one(place):
+    changes = processes.TWO_SLICES | give_files(place) | {"checkpoint__every": 1, "steps": 3}
+    changes |= {"generation__fewest_samples": 2, "generation__hottest": 1.5, "evaluation__every": 0}
+    changes |= {"generation__strategy": "plain", "generation__samples_per_prompt": 4}
+    processes.one(place, "alone", **changes)
+    code, _, errors = processes.two(place, "both", **changes)
+    assert code == 0, errors
+    alone, both = (tiny_run.lines(place / name / "metrics.jsonl") for name in ("alone", "both"))
+    for one, other in zip(alone, both, strict=True):
+        for key in ("labels/learned", "labels/predicted", "capability/mean", "reward/mean"):
+            assert other[key] == pytest.approx(one[key], rel=1e-4, abs=1e-4), key
+    texts = [tiny_run.lines(place / name / "samples.jsonl") for name in ("alone", "both")]
+    for one, other in zip(*texts, strict=True):
+        assert one["response"] == other["response"]
+    assert alone[-1]["capability/mean"] > 0 and len(texts[0]) < 3 * 16
 
 
 @pytest.mark.slow
