@@ -54,7 +54,7 @@ def main() -> None:
         workdir = asked.workdir / str(seed)
         for stage in filter(None, asked.keep.split(",")):
             if not (workdir / stage).exists():
-                shutil.copytree(asked.begun / str(seed) / stage, workdir / stage)
+                copy(asked.begun / str(seed) / stage, workdir / stage)
         command = [sys.executable, "-m", "rlhf_jax.command", "workflow", asked.config]
         words = [f"--workdir={workdir}", f"--config.seed={seed}", *changes]
         words += [f"--stages={asked.stages}"] if asked.stages else []
@@ -62,6 +62,13 @@ def main() -> None:
         done = asked.stages and asked.stages.split(",")
         document = {"seed": seed, "changes": changes} | describe(asked.config, workdir, done)
         print(json.dumps(document), flush=True)
+
+
+def copy(done: pathlib.Path, folder: pathlib.Path) -> None:
+    """Copy a stage that is done, whose config names the folders of its new place."""
+    shutil.copytree(done, folder, ignore=shutil.ignore_patterns("checkpoints"))
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace(str(done.parent), str(folder.parent)))
 
 
 def describe(config: str, workdir: pathlib.Path, done: list[str] | None = None) -> dict:

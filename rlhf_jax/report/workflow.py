@@ -64,8 +64,7 @@ def write_workflow(workdir: pathlib.Path, stages: Sequence[str]) -> pathlib.Path
 def written(workdir: pathlib.Path, runs: Mapping[str, RunRecord]) -> dict[str, list[Row]]:
     """Return the held-out samples of each model that was measured by what it writes.
 
-    Before its first step a run measures the model that it begins with: the stage's that made it,
-    also where a stage was copied from elsewhere, as the same model writes the same samples.
+    Before its first step a run measures the model that it begins with: the stage's that made it.
     """
     found: dict[str, list[Row]] = {}
     for name, run in runs.items():
@@ -75,7 +74,7 @@ def written(workdir: pathlib.Path, runs: Mapping[str, RunRecord]) -> dict[str, l
             if path.is_relative_to(workdir):
                 begins = path.relative_to(workdir).parts[0]
             label = begins if step == 0 else name
-            if samples and not (step == 0 and samples in found.values()):
+            if samples:
                 found.setdefault(label, samples)
     return found
 

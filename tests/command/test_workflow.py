@@ -251,12 +251,34 @@ def test_the_shipped_workflow_runs_with_few_steps_and_layers(tmp_path):
         "base": (f"model.path={student}", "evaluation.samples_per_prompt=1"),
         "grpo": ("steps=1", "evaluation.every=1", "evaluation.samples_per_prompt=1"),
     }
-    changes = [f"--{stage}.{change}" for stage, own in few.items() for change in own]
-    document = shipped(tmp_path, "--config.generation.max_new_tokens=12", *changes)
+    few["online_dpo"] = (*few["grpo"], "generation.prompts_per_step=4")
+    short = "--config.generation.max_new_tokens=12"
+    changes = {stage: [f"--{stage}.{change}" for change in own] for stage, own in few.items()}
+    of_workflow = [change for stage in list(few)[:4] for change in changes[stage]]
+    document = shipped(tmp_path, short, *of_workflow)
     assert set(document["models"]) == {str(student), "sft", "grpo"}
     for numbers in document["models"].values():
         assert {"judge", "vader", "words"} <= numbers.keys()
     assert {"judge", "vader", "reward"} <= document["wins"]["grpo over sft"].keys()
+    names = ("sft", "reward_model", "online_dpo")
+    of_online = [change for stage in names for change in changes[stage]]
+    chosen = ("--config=configs/online.py", f"--stages={','.join(names)}")
+    document = shipped(tmp_path, *chosen, short, *of_online)
+    assert set(document["models"]) == {"sft", "online_dpo"}
+    assert document["stages"]["online_dpo"]["last step"]["training/tokens"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_online_dpo_pleases_that_judge_in_three_iterations(tmp_path, seed):
+    """On every seed, over the SFT model, as it does on the rewards that it learns from."""
+    stages = "sft,reward_model,online_dpo"
+    document = shipped(
+        tmp_path, "--config=configs/online.py", f"--stages={stages}", f"--seeds={seed}"
+    )
+    rates = document["wins"]["online_dpo over sft"]
+    assert rates["judge"]["low"] > 0.5 and rates["reward"]["low"] > 0.5
+    assert document["stages"]["online_dpo"]["last step"]["kl/mean"] < 0.3
 
 
 @pytest.mark.long
