@@ -3,8 +3,9 @@
     python -m benchmarks.learning --case raft --seeds 0,1,2 >> learning.jsonl
     python -m benchmarks.learning --case dynamic --seeds 0,1,2,3,4 >> learning.jsonl
 
-`raft`: the quickstart by GRPO, and by RAFT, which draws four times as many samples and learns from
-the best quarter: as many trained samples and updates. `dynamic`: GRPO on so few prompts that they
+`raft`: the quickstart by GRPO, and by RAFT, which learns from the best of four samples of a prompt,
+and from none if all are rewarded alike: of seven times as many prompts it learns from about as many
+tokens, in as many updates. `dynamic`: GRPO on so few prompts that they
 come again, with a fixed number of samples of each, and with fewer of those that the policy has
 mastered. A line has what was measured on held-out prompts after each of some updates, with the
 samples, generated and trained tokens and seconds up to there; seconds leave out evaluations,
@@ -29,7 +30,7 @@ TRAIN = pathlib.Path("configs/data/people_train.jsonl")
 REPEATED = 8  # prompts of `dynamic`, of which a step draws half
 DYNAMIC = {
     "data.train": "{workdir}/prompts.jsonl",
-    "steps": 12,
+    "steps": 6,
     "generation.prompts_per_step": REPEATED // 2,
     "generation.samples_per_prompt": 8,
     "generation.min_rows": 8,
@@ -40,7 +41,7 @@ CASES = {
         "grpo": {},
         "raft": {
             "algorithm.name": "raft",
-            "generation.prompts_per_step": 32,
+            "generation.prompts_per_step": 56,
             "kl.coefficient": 0.0,
         },
     },
