@@ -46,8 +46,8 @@ def with_baseline(batch: Sequences, config: Config) -> tuple[Sequences, dict[str
     columns = batch.columns
     prices = np.asarray(columns["sampled_logprobs"]) - np.asarray(columns["reference_logprobs"])
     mask = np.asarray(batch.mask)
-    baseline = np.float32(prices[mask].mean(dtype=np.float64) if mask.any() else 0.0)
-    return batch.with_columns(kl_baseline=baseline), {}
+    baseline = prices[mask].mean(dtype=np.float64) if mask.any() else 0.0
+    return batch.with_columns(kl_baseline=np.array(baseline, np.float32)), {}
 
 
 def check(config: Config) -> None:
