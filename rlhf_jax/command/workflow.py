@@ -90,17 +90,17 @@ def _main(argv: list[str]) -> int:
             f"--workdir is {folder}; a workflow lives in a folder of this machine, without a colon."
         )
     workdir = pathlib.Path(folder).expanduser()
-    stages = read_stages(options.config, workdir, changes)
-    if options.stages is not None:
-        names = [stage.name for stage in stages]
-        wanted = options.stages.split(",")
-        if unknown := [name for name in wanted if name not in names]:
-            raise ValueError(f"--stages: {unknown[0]!r} is none of {', '.join(names)}.")
-        stages = [stage for stage in stages if stage.name in wanted]
-    for number, stage in enumerate(stages, start=1):
-        if code := run_stage(stage, f"{number} of {len(stages)}"):
+    stages = {stage.name: stage for stage in read_stages(options.config, workdir, changes)}
+    wanted = options.stages.split(",") if options.stages is not None else stages
+    if unknown := [name for name in wanted if name not in stages]:
+        raise ValueError(f"--stages: {unknown[0]!r} is none of {', '.join(stages)}.")
+    chosen = [name for name in stages if name in wanted]
+    for number, name in enumerate(chosen, start=1):
+        if code := run_stage(stages[name], f"{number} of {len(chosen)}"):
             return code
-    report = write_workflow(workdir, [stage.name for stage in stages])
+    records = {name: workdir / name / RECORD for name in stages}
+    done = [name for name, file in records.items() if file.exists() and _read_record(file)["done"]]
+    report = write_workflow(workdir, done)
     print(f"The report of the workflow is {report}.")
     return 0
 

@@ -84,14 +84,24 @@ def test_changes_are_for_all_stages_or_for_one(folder):
 
 def test_some_stages_are_done_in_their_order(folder, monkeypatch):
     done = []
-    monkeypatch.setattr(workflow, "run_stage", lambda stage, position: done.append(stage.name))
-    monkeypatch.setattr(workflow, "write_workflow", lambda workdir, names: workdir / "report")
+    reported = []
+
+    def run_stage(stage: workflow.StageRun, position: str) -> None:
+        stage.workdir.mkdir(parents=True)
+        record = {"identity": {}, "seconds": 0.0, "done": True}
+        (stage.workdir / "stage.json").write_text(json.dumps(record))
+        done.append((stage.name, position))
+
+    monkeypatch.setattr(workflow, "run_stage", run_stage)
+    monkeypatch.setattr(workflow, "write_workflow", lambda workdir, names: reported.append(names))
     command = ["rlhf-jax workflow", "chain.py", "--workdir", "runs/chain", "--stages"]
     workflow.main([*command, "grpo,sft"])
-    assert done == ["sft", "grpo"]
+    workflow.main([*command, "judge"])
+    assert done == [("sft", "1 of 2"), ("grpo", "2 of 2"), ("judge", "1 of 1")]
+    assert reported == [["sft", "grpo"], ["sft", "judge", "grpo"]], "of all that are done"
     with pytest.raises(ValueError, match=r"--stages: 'ppo' is none of sft, judge, grpo\."):
         workflow.main([*command, "sft,ppo"])
-    assert len(done) == 2
+    assert len(done) == 3
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from learning import packed_of
 from rlhf_jax.algorithms.grpo import policy_gradient
 from rlhf_jax.algorithms.ppo import clipped_values
 from rlhf_jax.losses.aggregate import AGGREGATES
-from rlhf_jax.losses.kl import KL
+from rlhf_jax.losses.kl import KL, kl_k2
 from rlhf_jax.losses.policy import LossTerms, ppo
 from rlhf_jax.losses.value import explained_variance, value_loss
 from rlhf_jax.sequences.batch import PackedSequences
@@ -355,6 +355,28 @@ def test_token_mean_adds_up_over_parts():
 
     parts = mean(slice(0, 2)) + mean(slice(2, 4))
     assert parts == pytest.approx(mean(slice(0, 4))) == pytest.approx(5.0)
+
+
+def test_a_baseline_of_reverse_kl_changes_no_mean_and_lowers_the_spread():
+    """Of the gradients of single tokens, over a law of five tokens."""
+    logits, teacher = (jax.random.normal(jax.random.key(seed), (5,)) * 2 for seed in (0, 1))
+    teacher = jax.nn.log_softmax(teacher)
+
+    def divergence(logits):
+        now = jax.nn.log_softmax(logits)
+        return jnp.sum(jnp.exp(now) * (now - teacher))
+
+    def of_token(logits, token, baseline):
+        return kl_k2(jax.nn.log_softmax(logits)[token], teacher[token] + baseline)
+
+    law = jax.nn.softmax(logits)
+    expected = jax.grad(divergence)(logits)
+    spreads = []
+    for baseline in (0.0, divergence(logits)):
+        each = jnp.stack([jax.grad(of_token)(logits, token, baseline) for token in range(5)])
+        np.testing.assert_allclose(law @ each, expected, atol=1e-5)
+        spreads.append(float(law @ jnp.sum((each - expected) ** 2, axis=1)))
+    assert spreads[1] < 0.8 * spreads[0]
 
 
 def test_explained_variance_is_one_for_the_truth_and_zero_for_the_mean():
