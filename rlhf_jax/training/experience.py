@@ -74,6 +74,9 @@ def compute_advantages(
         of_response = jnp.where(count > 0, k1.sum() / jnp.maximum(count, 1.0), jnp.nan)
     coefficient = kl_coefficient if config.kl_in_reward else jnp.zeros_like(kl_coefficient)
     rewards_of_tokens = token_rewards(rewards, kl, mask, coefficient=coefficient)
+    # A sample that was not drawn has no token for its reward, which would be 0 in its group's mean.
+    first_of_absent = ~mask.any(axis=1, keepdims=True) & (jnp.arange(mask.shape[1]) == 0)
+    rewards_of_tokens = jnp.where(first_of_absent, rewards[:, None], rewards_of_tokens)
 
     advantages, returns = estimator.estimate(rewards_of_tokens, values, trained, config.estimation)
     return trained, advantages, returns, of_response

@@ -339,3 +339,29 @@ def test_responses_without_an_end_are_dropped_but_compared():
 def test_an_estimator_is_registered_once():
     with pytest.raises(ValueError, match="There is an estimator 'grpo' already"):
         advantages.register(ESTIMATORS["grpo"])
+
+
+@pytest.mark.parametrize("name", [*ESTIMATORS])
+def test_samples_that_were_not_drawn_change_nothing(name):
+    """As where prompts have different numbers of samples: the places of the others are empty."""
+    _, values, mask = random_batch(rows=4)
+    rewards = np.array([1.0, 3.0, 2.0, 5.0], np.float32)
+
+    def estimated(rewards, values, mask, count):
+        config = AdvantageConfig(name, EstimatorConfig(samples_per_prompt=count))
+        ended = np.ones(len(mask), bool)
+        given = (rewards, ended, mask, None, None, values, np.float32(0.0), config)
+        trained, advantages, returns, _ = compute_advantages(*given)
+        return trained, advantages, np.zeros(mask.shape) if returns is None else returns
+
+    places = np.array([0, 1, 4, 6])  # of eight
+    source = np.array([0, 1, 0, 0, 2, 2, 3, 3])
+    spread = np.full(8, np.nan, np.float32)
+    spread[places] = rewards
+    empty = mask[source] & np.isin(np.arange(8), places)[:, None]
+    expected = estimated(rewards, values, mask, 2)
+    found = estimated(spread, values[source], empty, 4)
+    assert not np.asarray(found[0])[np.setdiff1d(np.arange(8), places)].any()
+    for one, other in zip(expected, found, strict=True):
+        np.testing.assert_allclose(np.asarray(other)[places], one, atol=1e-6)
+        assert np.isfinite(np.asarray(other)[places]).all()
