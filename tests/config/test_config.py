@@ -356,8 +356,13 @@ def test_vocabularies_must_agree_where_tokens_are_shared(valid, tiny: ModelConfi
     valid.generation.acceptance = "rejection"
     with pytest.raises(ValueError, match="has 321 tokens, the model's 320"):
         sample_checks.check_models(valid, ModelConfigs(tiny, drafter=other))
-    with pytest.raises(ValueError, match="its vocabulary has 321"):
-        sample_checks.check_models(valid, ModelConfigs(tiny, critics={"critic": other}))
+    fewer = dataclasses.replace(tiny, vocab_size=319)
+    for models in (
+        ModelConfigs(tiny, critics={"critic": fewer}),
+        ModelConfigs(tiny, reference=fewer),
+    ):
+        with pytest.raises(ValueError, match="has a vocabulary of 319"):
+            sample_checks.check_models(valid, models)
 
 
 def test_a_config_may_take_an_argument():
