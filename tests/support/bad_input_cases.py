@@ -523,8 +523,10 @@ CASES = {
             "reward__models",
         ),
     ),
-    "critic of another vocabulary": Case(
-        "reads the policy's tokens", PPO, at_home(critic__path="larger")
+    "critic of fewer tokens than the policy": Case(
+        "critic.path has a vocabulary of 320, and the model may write 384 tokens",
+        PPO,
+        at_home(model__path="larger", critic__path="tiny"),
     ),
     "rejection with another vocabulary": Case(
         "Rejection compares distributions",
