@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import importlib.metadata
 import json
 import platform
 import random
@@ -204,7 +205,15 @@ def describe(case: Case, turns: list[dict[str, float]], facts: dict[str, dict]) 
             peer: spread([rates["rlhf_jax"] / rates[peer] for rates in turns]) for peer in peers
         },
         "engines": facts,
+        **circumstances(),
+    }
+
+
+def circumstances() -> dict[str, str]:
+    """The device, the version of jax and the time of a figure."""
+    return {
         "device": f"cpu ({cpu_name()})",
+        "jax": importlib.metadata.version("jax"),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.learning import circumstances
+from benchmarks.compare import circumstances
 from rlhf_jax.models.files import huggingface
 from rlhf_jax.models.files.source import open_source
 from rlhf_jax.models.transformer import stack, unstack

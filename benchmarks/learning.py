@@ -15,16 +15,13 @@ compilation and start.
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
 import pathlib
 import subprocess
 import sys
 
-import jax
-
-from benchmarks.compare import cpu_name
+from benchmarks.compare import circumstances
 
 TRAIN = pathlib.Path("configs/data/people_train.jsonl")
 REPEATED = 8  # prompts of `dynamic`, of which a step draws half
@@ -96,15 +93,6 @@ def curve(workdir: pathlib.Path) -> list[dict[str, float]]:
             }
         )
     return found
-
-
-def circumstances() -> dict[str, str]:
-    """Return the device, the version and the time of a figure."""
-    return {
-        "device": f"cpu ({cpu_name()})",
-        "jax": jax.__version__,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ runs, with their compilation.
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
 import pathlib
@@ -25,10 +24,9 @@ import shutil
 import subprocess
 import sys
 
-import jax
 import numpy as np
 
-from benchmarks.compare import cpu_name
+from benchmarks.compare import circumstances
 from rlhf_jax.report.run import RunRecord, read_run
 from rlhf_jax.report.workflow import RECORD, TEXT_COLUMNS, comparable, win_rate, written
 from rlhf_jax.runtime.extensions import load_named
@@ -111,9 +109,7 @@ def describe(config: str, workdir: pathlib.Path, done: list[str] | None = None) 
             name: [row["prompt"] + " -> " + row["response"] for row in rows[:SAMPLES]]
             for name, rows in models.items()
         },
-        "device": f"cpu ({cpu_name()})",
-        "jax": jax.__version__,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **circumstances(),
     }
 
 

@@ -74,7 +74,8 @@ class Estimate(Protocol):
         tokens that are trained on. Both results are 0 where masked out; returns are None without a
         critic. Samples that are not trained on have an empty mask, but their rewards still count in
         the mean of their group. If scoring failed, the reward of the last token is the mean of the
-        group's other rewards, or NaN for an estimator with `reads_missing`.
+        group's other rewards, or NaN for an estimator with `reads_missing`. So is that of a sample
+        that was not drawn, which has no token: it is at place 0.
         """
         ...
 
